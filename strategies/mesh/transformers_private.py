@@ -97,6 +97,12 @@ def key_value_heads(model: Any, plan: Mapping[str, str], tp: int) -> int | None:
     return heads if per_process(dict(plan), heads, tp) is None else None
 
 
+def has_causal_loss(model: Any) -> bool:
+    """Whether a model's loss is transformers' own for causal language models: a cross entropy of each next token."""
+    causal = getattr(_module("transformers.loss.loss_utils"), "ForCausalLMLoss", None)
+    return causal is not None and getattr(model, "loss_function", None) is causal
+
+
 def dummy_batch(model: nn.Module) -> Any:
     """Return inputs to try a model of transformers with, and labels if it takes them; None for any other module."""
     inputs = getattr(model, "dummy_inputs", None) if "" in pretrained_models(model) else None

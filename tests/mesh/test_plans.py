@@ -448,8 +448,9 @@ ROWS: list[Row] = [
         'model.layers.0.mlp.experts.gate_up_proj, for which the model\'s own plan says "packed_colwise"; give a plan',
     ),
     (
-        lambda: chosen(of_transformers("llama"), sequence_parallel=True)(),
-        f"strategy.sequence_parallel: the plan of LlamaForCausalLM itself has no such layouts, {GIVE}, or leave it out",
+        lambda: chosen(of_transformers("mixtral"), sequence_parallel=True)(),
+        'strategy.sequence_parallel: the plan of MixtralForCausalLM itself says "packed_colwise" for '
+        "model.layers.0.mlp.experts.gate_up_proj, which divides no positions; give a plan without it, or leave sequence_parallel out",
     ),
     (
         lambda: resolved_plans(OlderTransformers(), 2),

@@ -95,8 +95,8 @@ OF_TRANSFORMERS = {
     ),
     "length": ("llama", "mesh:cp128", {}, 'batch["input_ids"]: 64 positions do not divide over cp=128 processes'),
     "sequence": (
-        *("llama", {**MESH, "tp": 2, "sequence_parallel": True}, {}),
-        "strategy.sequence_parallel: the plan of LlamaForCausalLM itself has no such layouts",
+        *("mixtral", {**MESH, "tp": 2, "sequence_parallel": True}, {}),
+        'strategy.sequence_parallel: the plan of MixtralForCausalLM itself says "packed_colwise" for model.layers.0.mlp',
     ),
     "statistics": ("resnet", "mesh:cp2", {}, "model.net.bn1.running_mean: strategy.cp=2 would keep statistics of"),
     "chains": ("resnet", "mesh:pp2", {}, "strategy.pp: Images has several chains of layers"),

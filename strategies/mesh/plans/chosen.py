@@ -52,13 +52,11 @@ def choose_plan(config: MeshConfig, model: nn.Module, tp: int, example: Callable
     if config.plan is None:
         raise ConfigError(f'strategy.plan: None is not allowed with tp={tp}, give "auto", or {GIVE[5:]}')
     own = OwnPlan.of(model, tp, tp if config.ep > 1 else 1)
-    if own is not None and config.sequence_parallel:
-        raise ConfigError(
-            f"strategy.sequence_parallel: the plan of {own.authors} itself has no such layouts, {GIVE}, or leave it out"
-        )
     if own is not None:
         for name in own.left_whole:
             _logger.info(f"strategy.plan: {name} is tied, and the plan divides it in one place only; it stays whole")
+        if config.sequence_parallel:
+            return Choice(own.as_rules(), f"of {own.authors}")
         return Choice({}, f"of {own.authors}", own)
     found: dict[str, str] = {}
     with raising_together():

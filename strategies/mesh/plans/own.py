@@ -14,6 +14,7 @@ from ....core.errors import ConfigError
 from ...names import tied
 from ..transformers_private import (
     apply_tensor_plan,
+    has_causal_loss,
     has_tensor_plan,
     key_value_heads,
     pretrained_models,
@@ -26,7 +27,10 @@ SUMMED = "replicated_with_grad_allreduce"
 
 _COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
 _ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
+_GATHERED = ("colwise_gather_output", "colwise_rep")
 _PACKED = 2  # matrices in one, in styles called packed
+_OF_DTENSORS = (*_COLUMNS, *_ROWS, "packed_colwise", "packed_rowwise", "embedding_rowwise", "embedding_colwise", "replicate",
+                "sequence_parallel", SUMMED)  # fmt: skip
 
 
 class OwnPlan:
@@ -39,6 +43,7 @@ class OwnPlan:
         styles: by full name of a module or parameter.
         left_whole: tied parameters that it divides under one name only, so that they are not divided.
         authors: names of the models' classes.
+        heads: name of the model by full name of the matrix that makes its logits, of which its own loss may see a shard.
 
     Args:
         model: the whole model, before anything is divided.
@@ -62,6 +67,18 @@ class OwnPlan:
         self.styles = {_joined(prefix, name): style for prefix, name, style in self._rules()}
         self.left_whole = self._without_ties(ties)
         check_sizes(model, self.styles, tp)
+        self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        names = {module: name for name, module in model.named_modules()}
+        self.heads: dict[str, str] = {}
+        for prefix, part in pretrained_models(model).items():
+            head = part.get_output_embeddings() if has_causal_loss(part) else None
+            # One that is quantized computes in its own way.
+            if (
+                isinstance(head, nn.Linear)
+                and head.weight.is_floating_point()
+                and self.styles.get(names[head]) in _GATHERED
+            ):
+                self.heads[names[head]] = prefix
 
     @classmethod
     def of(cls, model: nn.Module, tp: int, ep: int = 1) -> OwnPlan | None:
@@ -82,10 +99,27 @@ class OwnPlan:
             for name, style in here.items():
                 if style == SUMMED and isinstance(found := _module_of(part, name), nn.Module):
                     SummedGradients(mesh).watch(found)
-            apply_tensor_plan(part, mesh, {name: style for name, style in here.items() if style != SUMMED})
+            left_out = {name for name in here if here[name] == SUMMED or _joined(prefix, name) in self.heads}
+            apply_tensor_plan(part, mesh, {name: style for name, style in here.items() if name not in left_out})
         for name, first in ties.items():
             owner, _, key = name.rpartition(".")
             setattr(model.get_submodule(owner), key, model.get_parameter(first))
+
+    def as_rules(self) -> dict[str, str]:
+        """Return the plan for a model of DTensors: styles by full name of a module, with logits that stay divided.
+
+        Raises:
+            ConfigError: a style computes on local tensors, or divides a parameter and not its module.
+        """
+        found = {name: "colwise" if name in self.heads else style for name, style in self.styles.items()}
+        for name, style in self.styles.items():
+            owner = name.rpartition(".")[0]
+            if style not in _OF_DTENSORS or (name in self._parameters and self.styles.get(owner) != style):
+                raise ConfigError(
+                    f'strategy.sequence_parallel: the plan of {self.authors} itself says "{style}" for {name}, which '
+                    "divides no positions; give a plan without it, or leave sequence_parallel out"
+                )
+        return {name: style for name, style in found.items() if name not in self._parameters}
 
     def _rules(self) -> Iterator[tuple[str, str, str]]:
         for prefix, plan in self._plans.items():

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ....core.dtensor_private import using_in_place
 from ....core.errors import StrategyError
+from ....core.torch_private import version_of
 from ....core.trees import map_tensors, tree_map_only
 from ..replaced_forward import replace_forward
 from .styles import Style
@@ -74,9 +75,27 @@ def _laid_out(values: Any, layout: Placement) -> Any:
     def lay_out(tensor: DTensor) -> DTensor:
         if tensor.ndim <= dim or not tensor.is_floating_point():
             return tensor
-        return tensor.redistribute(placements=(layout,))
+        return _gathered_once(tensor) if isinstance(layout, Replicate) else tensor.redistribute(placements=(layout,))
 
     return tree_map_only(DTensor, lay_out, values)
+
+
+def _gathered_once(tensor: DTensor) -> DTensor:
+    """Return all of a tensor; the same for all modules that take it, such as those of queries, keys and values."""
+    if torch.compiler.is_compiling() or tensor.is_inference():  # a graph has no attributes, and the latter no version
+        return tensor.redistribute(placements=(Replicate(),))
+    version, found = getattr(tensor, _GATHERED, (None, None))
+    if found is None or version != version_of(tensor) or found.requires_grad != _has_graph(tensor):
+        found = tensor.redistribute(placements=(Replicate(),))
+        setattr(tensor, _GATHERED, (version_of(tensor), found))
+    return cast(DTensor, found)
+
+
+_GATHERED = "_flextrain_gathered"
+
+
+def _has_graph(tensor: Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def _lay_out_inputs(layout: Placement, module: nn.Module, args: Any, kwargs: Any) -> Any:

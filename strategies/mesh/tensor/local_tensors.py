@@ -23,6 +23,7 @@ from ....core.random_state import kept_random_state
 from ....core.torch_private import tree_flatten
 from ....core.trees import tree_map_only
 from .random_numbers import drawing_apart
+from .replaced_functions import backward_within
 from .styles import Style, input_dim
 
 _RANDOM = {
@@ -190,6 +191,8 @@ class _RandomApart(TorchFunctionMode):
         self._has_shards, self._device_type, self._index = has_shards, mesh.device_type, mesh.get_local_rank()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.backward:
+            return backward_within(self, *args, **(kwargs or {}))
         if function in _RANDOM and self._has_shards() and _draws(function, args, kwargs or {}):
             with drawing_apart(self._device_type, self._index):
                 return function(*args, **(kwargs or {}))

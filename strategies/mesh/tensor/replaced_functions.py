@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,14 +27,19 @@ class DTensorFunctions(TorchFunctionMode):
 
     Args:
         sequence: the results of embeddings are divided along dimension 1.
+
+    Attributes:
+        throughout: layers give each other DTensors.
     """
+
+    throughout: ClassVar[bool] = True
 
     def __init__(self, *, sequence: bool = False) -> None:
         super().__init__()
         self._sequence = sequence
 
     def __enter__(self) -> DTensorFunctions:
-        _entered.append(self)
+        _entered.append(self.throughout)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -45,6 +50,8 @@ class DTensorFunctions(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
         kwargs = kwargs or {}
+        if function is Tensor.backward:
+            return backward_within(self, *args, **kwargs)
         if function is functional.embedding and _writes_to_table(*args, **kwargs):
             raise StrategyError(
                 "model: Embedding(max_norm=...) writes to its table in forward, which tensor parallelism would lose; leave it out"
@@ -67,12 +74,30 @@ class DTensorFunctions(TorchFunctionMode):
         return _on_whole(function, args, kwargs)
 
 
+def backward_within(
+    mode: TorchFunctionMode, loss: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any
+) -> None:
+    """``loss.backward(...)`` in a mode that has been asked for it: what backward computes again is as it was in forward."""
+    if (
+        gradient is not None
+        or kwargs.get("inputs") is not None
+        or len(args) > 2
+        or not loss.requires_grad
+        or loss.numel() != 1
+    ):
+        loss.backward(gradient, *args, **kwargs)  # type: ignore[no-untyped-call]
+        return
+    gradient, edge = torch.ones_like(loss), torch.autograd.graph.get_gradient_edge(loss)
+    with mode:  # no mode is asked for the backward of an edge, and taken out while it answers
+        torch.autograd.backward(edge, gradient, *args, **kwargs)
+
+
 def computes_on_dtensors() -> bool:
     """Whether a model runs whose layers give each other DTensors."""
-    return bool(_entered)
+    return any(_entered)
 
 
-_entered: list[DTensorFunctions] = []
+_entered: list[bool] = []
 
 
 def _writes_to_table(

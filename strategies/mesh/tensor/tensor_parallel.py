@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ..layout import Layout
 from ..plans import check_heads_given, check_styles_given, choose_plan, described
 from .attention import register_cpu_attention
 from .distribute import as_local, as_replicated, check_styles, distribute_model
+from .divided_logits import DividedLogits, LogitsFunctions
 from .gathered import register_gathering
 from .local_tensors import LocalTensors, OwnPlanShards, check_local
 from .random_numbers import register_cpu_random_numbers
@@ -43,7 +44,7 @@ class TensorParallel(Axis):
     fast = True
     _local: LocalTensors | None = None
     _own: OwnPlanShards | None = None
-    _is_running = _is_updating = False
+    _is_running = _is_updating = _has_logits = False
 
     def __init__(self, config: MeshConfig, layout: Layout) -> None:
         super().__init__(config, layout)
@@ -99,6 +100,7 @@ class TensorParallel(Axis):
             self._plan.own.apply(model, self.mesh)
             self._own = OwnPlanShards(model, self.mesh, self._plan.own.styles)
             self._text = described(model, self._plan.own.styles, self._plan.origin)
+            self._divide_logits(model, self._plan.own.heads)
             return model
         register_gathering()
         register_whole_operations()
@@ -110,10 +112,25 @@ class TensorParallel(Axis):
         else:
             distribute_model(model, self.mesh, self._styles, sequence=self.config.sequence_parallel)
         self._text = described(model, self._found, self._plan.origin)
+        self._watch(model)
+        return model
+
+    def _divide_logits(self, model: nn.Module, heads: Mapping[str, str]) -> None:
+        modules = dict(model.named_modules())
+        for name, owner in heads.items():
+            if isinstance(head := modules.get(name), nn.Linear):  # not where another stage has it
+                DividedLogits(modules[owner], head, self.mesh)
+                self._has_logits = True
+                self._text += f"; the loss of {type(modules[owner]).__name__} takes logits divided by the vocabulary"
+        if self._has_logits:
+            register_gathering()
+            register_whole_operations()
+            self._watch(model)
+
+    def _watch(self, model: nn.Module) -> None:
         for root in choose_roots(model):
             root.register_forward_pre_hook(self._enter, with_kwargs=True)
             root.register_forward_hook(self._leave, always_call=True)
-        return model
 
     def described(self) -> str:
         """See Axis."""
@@ -124,7 +141,7 @@ class TensorParallel(Axis):
             if torch.is_grad_enabled():
                 self._of_call.callback(self._await_backward)
             self._of_call.enter_context(self._running())
-        if self._local is not None and not self._local.is_exact:
+        if self._own is not None or (self._local is not None and not self._local.is_exact):
             return None
         return as_replicated(self.mesh, args), as_replicated(self.mesh, kwargs)
 
@@ -179,7 +196,7 @@ class TensorParallel(Axis):
             context = _of_dtensors(sequence=sequence) if self._local is None else self._local.running()
         self._is_running = True
         try:
-            with context:
+            with context, _of_logits() if self._has_logits else nullcontext():
                 yield
         finally:
             self._is_running = False
@@ -189,4 +206,11 @@ class TensorParallel(Axis):
 def _of_dtensors(*, sequence: bool = False) -> Iterator[None]:
     """Context in which ordinary tensors that a model makes itself, such as masks, are taken as equal on all processes."""
     with implicit_replication(), DTensorFunctions(sequence=sequence):
+        yield
+
+
+@contextmanager
+def _of_logits() -> Iterator[None]:
+    """Context for a model whose logits alone are DTensors."""
+    with implicit_replication(), LogitsFunctions():
         yield
