@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
@@ -38,7 +38,9 @@ from .config import FSDPConfig
 from .lost_writes import watch_first_forward
 from .micro_batches import NotingErrors, settle_gradients
 from .nodes import replicas_by_node
+from .unit_order import UnitOrder
 from .units import check_one_dtype, choose_roots, choose_units, described, freed_after_forward, prefetch
+from .used_parameters import UsedParameters
 from .without_memory import ModelWithoutMemory
 
 _logger = logging.getLogger("flextrain")
@@ -70,6 +72,7 @@ class FSDPStrategy(Strategy):
         self._unsettled: list[FSDPModule] = []  # roots that may not have computed yet
         self._sharded: ShardedOptimizers | None = None
         self._noting = NotingErrors()
+        self._used: UsedParameters | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -118,6 +121,8 @@ class FSDPStrategy(Strategy):
         for wrapper in optim.wrappers.values() if optim is not None else ():
             assert self._sharded is not None
             self._sharded.check(wrapper)
+            if self._used is not None:
+                self._used.register(wrapper)
             own = [p for group in wrapper.param_groups for p in group["params"] if p.ndim == 0]
             if own:
                 data = self._averaged_over()
@@ -199,6 +204,9 @@ class FSDPStrategy(Strategy):
             settle_unit(unit)
             if not self.config.compile:
                 watch_first_forward(unit, names)
+        if (data := self._averaged_over()).count > 1 and not rehearsing():
+            self._used = UsedParameters(model, (*self._units, *roots), data, self.device)
+            self._keep_order(roots, names, data)
         if self.config.prefetch is not None:
             prefetch(self.module, self._units, self.config.prefetch)
         self._log_units()
@@ -208,6 +216,19 @@ class FSDPStrategy(Strategy):
             if running_statistics(root) and self.topology.data.count > 1:
                 root.register_forward_pre_hook(self._share_buffers)
         return model
+
+    def _keep_order(self, roots: Sequence[nn.Module], names: dict[int, str], data: DataShard) -> None:
+        """Let all processes gather the units in one order, whichever of them their samples go through."""
+        if not self._units:
+            return
+        with with_values():
+            group = dist.group_with_this_process(sorted(set(dist.all_gather_object(data.ranks))))
+        hidden = torch.compiler.disable if self.config.compile else lambda hook: hook
+        units = {id(unit): unit for unit in self._units}
+        for root in roots:
+            own = {names[id(module)]: module for module in root.modules() if id(module) in units and module is not root}
+            if own:
+                UnitOrder(root, own, data, group, hidden)
 
     def _shards(self, *meshes: DeviceMesh) -> bool:
         """Return whether parameters need FSDP; over meshes of one process it only costs time and memory."""
@@ -385,7 +406,7 @@ class FSDPStrategy(Strategy):
     def teardown(self) -> None:
         """See Strategy."""
         super().teardown()
-        self._units, self._roots, self._unsettled = [], [], []
+        self._units, self._roots, self._unsettled, self._used = [], [], [], None
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
