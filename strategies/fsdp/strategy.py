@@ -38,7 +38,7 @@ from .config import FSDPConfig
 from .lost_writes import watch_first_forward
 from .micro_batches import NotingErrors, settle_gradients
 from .nodes import replicas_by_node
-from .unit_order import UnitOrder
+from .unit_order import PATIENCE_S, UnitOrder
 from .units import check_one_dtype, choose_roots, choose_units, described, freed_after_forward, prefetch
 from .used_parameters import UsedParameters
 from .without_memory import ModelWithoutMemory
@@ -222,13 +222,15 @@ class FSDPStrategy(Strategy):
         if not self._units:
             return
         with with_values():
-            group = dist.group_with_this_process(sorted(set(dist.all_gather_object(data.ranks))))
+            sets = sorted(set(dist.all_gather_object(data.ranks)))
+            limits = (float(self.config.timeout_s), PATIENCE_S)
+            groups = [dist.group_with_this_process(sets, "gloo", limit) for limit in limits]
         hidden = torch.compiler.disable if self.config.compile else lambda hook: hook
         units = {id(unit): unit for unit in self._units}
         for root in roots:
             own = {names[id(module)]: module for module in root.modules() if id(module) in units and module is not root}
             if own:
-                UnitOrder(root, own, data, group, hidden)
+                UnitOrder(root, own, data, groups, hidden)
 
     def _shards(self, *meshes: DeviceMesh) -> bool:
         """Return whether parameters need FSDP; over meshes of one process it only costs time and memory."""

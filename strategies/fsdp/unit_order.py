@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +17,7 @@ from ...core.dtensor_private import after_backward, complete_backward, in_backwa
 from ...core.errors import StrategyError
 from ...core.trees import tree_map_only
 
-_PATIENCE_S = 60.0
+PATIENCE_S = 60.0
 """How long a process that leaves the known order waits for the others: they have all begun the same forward."""
 
 
@@ -53,7 +52,7 @@ class UnitOrder:
         root: the module that is called, after ``fully_shard``.
         units: its units by name. Units inside of other units are not looked at.
         data: the processes that gather together.
-        group: their process group for messages from host to host, which nothing else uses.
+        groups: two gloo groups of theirs that nothing else uses, of which the second waits for ``PATIENCE_S`` only.
         wrapped: applied to hooks, which a compiler must not see.
     """
 
@@ -62,14 +61,16 @@ class UnitOrder:
         root: nn.Module,
         units: dict[str, nn.Module],
         data: DataShard,
-        group: Any,
+        groups: Sequence[Any],
         wrapped: Callable[[Any], Any] = lambda hook: hook,
     ) -> None:
+        own = {id(unit) for unit in units.values()}
         inner = {id(part) for unit in units.values() for part in unit.modules() if part is not unit}
         found = [(name, unit) for name, unit in units.items() if id(unit) not in inner]
         self._names, self._units = [name for name, _ in found], [unit for _, unit in found]
-        self._nested = {number for number, unit in enumerate(self._units) if any(u in units.values() for u in list(unit.modules())[1:])}
-        self._data, self._group = data, group
+        outer = {id(unit) for unit in units.values() if any(id(part) in own for part in unit.modules() if part is not unit)}
+        self._nested = {number for number, unit in enumerate(self._units) if id(unit) in outer}
+        self._data, self._groups = data, groups
         self._orders: dict[bool, list[_Call]] = {}
         self._forward: _Forward | None = None
         self._count = 0
@@ -147,16 +148,13 @@ class UnitOrder:
     def _exchange(self, message: Sequence[int], own: int, forward: _Forward) -> list[list[int]]:
         box = torch.tensor(message, device="cpu")
         boxes = [torch.empty_like(box) for _ in range(self._data.count)]
-        work = torch_dist.all_gather(boxes, box, self._group, async_op=True)
+        is_known = forward.key in self._orders
         try:
-            if forward.key in self._orders:
-                work.wait(datetime.timedelta(seconds=_PATIENCE_S))
-            else:
-                work.wait()
+            torch_dist.all_gather(boxes, box, self._groups[is_known])
         except RuntimeError as error:
-            if forward.key not in self._orders:
-                raise
-            raise self._disagreement(own) from error
+            if is_known:
+                raise self._disagreement(own) from error
+            raise
         return [one.tolist() for one in boxes]
 
     def _disagreement(self, own: int) -> StrategyError:
