@@ -22,6 +22,7 @@ from ...core.registry import STRATEGIES
 from ...core.transforms import compile_in_place
 from ...optim.canonical import split_key
 from ..base import NOTHING, Strategy, kept_gradients
+from ..call_order import CallOrder, message_groups
 from ..sharded_parameters import check_real, make_contiguous
 from ..state import Optim
 from ..state_memory import StateMemory
@@ -47,6 +48,12 @@ from .written_weights import WrittenWeights
 logger = logging.getLogger("flextrain")
 
 
+class _GatheringOrder(CallOrder):
+    advice = (
+        "call it on every process, name the module that chooses in strategy.zero_optimization.leaf_module, or choose stage 1 or 2"
+    )
+
+
 @STRATEGIES.register_module()
 class DeepSpeedStrategy(WrittenWeights, Strategy):
     """DeepSpeed's engine: ZeRO stages 0 to 3, in float32, bfloat16 or float16, with float32 masters and moments.
@@ -56,8 +63,8 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
     for each operation; its outputs are float32. Running statistics of batch normalisation stay float32.
 
     A parameter that no micro-batch of an update uses has a gradient of zeros: momentum and weight decay still move it, while
-    torch's optimizers on one device leave it unchanged. At stages 1 to 3 every process has to use the same parameters in a
-    micro-batch. DeepSpeed notices it at stage 3 only; at stages 1 and 2 it averages gradients of different parameters.
+    torch's optimizers on one device leave it unchanged. At stages 0 to 2 processes may use different parameters in a
+    micro-batch. At stage 3, which gathers parameters layer by layer, that raises, except inside of a ``leaf_module``.
 
     One process without launcher has world size 1.
 
@@ -238,6 +245,10 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
             swapping.param_files_in(dtype),
         ):
             self._engine, *_ = _deepspeed().initialize(model=model, optimizer=optimizer, config=keys)
+        if stage == 3 and self.topology.data.count > 1:
+            groups = message_groups(self.topology.data, float(self.config.timeout_s))
+            hidden = torch.compiler.disable if self.config.compile else lambda hook: hook
+            _GatheringOrder(model, engine_internals.gathering_modules(model), self.topology.data, groups, hidden)
         if self._checkpointing:
             _deepspeed().checkpointing.configure(None, deepspeed_config=keys)
         fragments = self._adopt(model, stage, originals) if self._wrapper else []

@@ -29,6 +29,7 @@ from ...core.transforms import compile_in_place
 from ...core.trees import tree_map_only
 from ...optim.wrapper import OptimWrapper
 from ..base import NOTHING, Strategy, kept_gradients
+from ..call_order import message_groups
 from ..requirements import ANY_DEVICE, Needs
 from ..sharded_optimizers import ShardedOptimizers
 from ..sharded_parameters import check_real, make_contiguous
@@ -38,7 +39,7 @@ from .config import FSDPConfig
 from .lost_writes import watch_first_forward
 from .micro_batches import NotingErrors, settle_gradients
 from .nodes import replicas_by_node
-from .unit_order import PATIENCE_S, UnitOrder
+from .unit_order import UnitOrder
 from .units import check_one_dtype, choose_roots, choose_units, described, freed_after_forward, prefetch
 from .used_parameters import UsedParameters
 from .without_memory import ModelWithoutMemory
@@ -221,10 +222,7 @@ class FSDPStrategy(Strategy):
         """Let all processes gather the units in one order, whichever of them their samples go through."""
         if not self._units:
             return
-        with with_values():
-            sets = sorted(set(dist.all_gather_object(data.ranks)))
-            limits = (float(self.config.timeout_s), PATIENCE_S)
-            groups = [dist.group_with_this_process(sets, "gloo", limit) for limit in limits]
+        groups = message_groups(data, float(self.config.timeout_s))
         hidden = torch.compiler.disable if self.config.compile else lambda hook: hook
         units = {id(unit): unit for unit in self._units}
         for root in roots:
