@@ -285,7 +285,9 @@ def _timeout(seconds: float | None) -> datetime.timedelta | None:
 _side_groups: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
-def group_with_this_process(sets: Iterable[Sequence[int]], backend: str | None = None, timeout_s: float | None = None) -> Any:
+def group_with_this_process(
+    sets: Iterable[Sequence[int]], backend: str | None = None, timeout_s: float | None = None
+) -> Any:
     """Make a process group of each of several disjoint sets of ranks; return this process's, or None; a collective.
 
     Args:

@@ -49,9 +49,7 @@ logger = logging.getLogger("flextrain")
 
 
 class _GatheringOrder(CallOrder):
-    advice = (
-        "call it on every process, name the module that chooses in strategy.zero_optimization.leaf_module, or choose stage 1 or 2"
-    )
+    advice = "call it on every process, name the module that chooses in strategy.zero_optimization.leaf_module, or choose stage 1 or 2"
 
 
 @STRATEGIES.register_module()

@@ -87,7 +87,10 @@ class _SameOrder:
         self._waiting: set[int] = set()
         self._at = 0  # position in the order of the first that was not sent
         if optimizer.partition_gradients:
-            self._send, self._finish = optimizer.process_gradients, optimizer.overlapping_partition_gradients_reduce_epilogue
+            self._send, self._finish = (
+                optimizer.process_gradients,
+                optimizer.overlapping_partition_gradients_reduce_epilogue,
+            )
             optimizer.process_gradients = self._come
             optimizer.overlapping_partition_gradients_reduce_epilogue = self._send_rest
         else:

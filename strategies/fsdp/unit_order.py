@@ -53,7 +53,9 @@ class UnitOrder(CallOrder):
         bits = self._exchange(own, len(self._units), forward) if own else []
         order = [Call(call.unit, False, any(column)) for call, *column in zip(forward.calls, *bits, strict=True)]
         called = {call.unit for call in order}
-        for number, unit in enumerate(self._units):  # nobody has called it yet; it follows those that are registered before
+        for number, unit in enumerate(
+            self._units
+        ):  # nobody has called it yet; it follows those that are registered before
             if number not in called and any(parameter.requires_grad for parameter in unit.parameters()):
                 before = max((at for at, call in enumerate(order) if call.unit < number), default=-1)
                 order.insert(before + 1, Call(number, False, forward.key))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain.core.comm import collectives as dist
+from flextrain.core.errors import StrategyError
 from flextrain.optim import OptimWrapper
-from flextrain.strategies import FSDPStrategy, MeshStrategy
+from flextrain.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, MeshStrategy, call_order
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train, windows
 from flextrain.testing.models import Batch, SmallModel
@@ -35,18 +35,19 @@ class Experts(SmallModel):
     """Samples go to one of four layers, of which two are equal in shape; one that no sample goes to does not compute."""
 
     widths: Sequence[int] = (5, 5, 7, 3)
+    dtype = torch.float64
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 6)
         self.experts = nn.ModuleList([Expert(width) for width in self.widths])
         self.head = nn.Linear(6, self.num_classes)
-        self.double()
+        self.to(self.dtype)
 
     def forward(self, x: Tensor, y: Tensor, route: Tensor, mode: str = "loss") -> Any:
         """See SmallModel."""
         self.route = route
-        return super().forward(x, y, mode)
+        return super().forward(x.to(self.dtype), y, mode)
 
     def logits(self, x: Tensor) -> Tensor:
         """See SmallModel."""
@@ -62,7 +63,7 @@ def batches(routes: Sequence[tuple[int, ...]] = ROUTES) -> list[Batch]:
     found = []
     for seed, route in enumerate(routes):
         batch = SmallModel.sample(4 * len(route), seed)
-        found.append({"x": batch["x"].double(), "y": batch["y"], "route": torch.tensor(route).repeat_interleave(4)})
+        found.append({**batch, "route": torch.tensor(route).repeat_interleave(4)})
     return found
 
 
@@ -75,11 +76,11 @@ def trained(session: Any, accumulate: int) -> tuple[Any, dict[str, Any]]:
     return trace, whole_state(session.strategy)
 
 
-def difference(spec: dict[str, Any], accumulate: int) -> float:
+def difference(spec: dict[str, Any], accumulate: int, model: Any = Experts, oracle: Any = None) -> float:
     """How far losses, norms, weights and the optimizer's state, all of it in float64, are from those of one device."""
-    with single_device(wrapper(accumulate), Experts) as session:
+    with single_device(wrapper(accumulate), oracle or model) as session:
         expected, state = trained(session, accumulate)
-    with started(spec, wrapper(accumulate), Experts) as session:
+    with started(spec, wrapper(accumulate), model) as session:
         found, own = trained(session, accumulate)
     assert own.keys() == state.keys(), own.keys() ^ state.keys()
     pairs = [*zip(found.losses, expected.losses, strict=True), *zip(found.grad_norms, expected.grad_norms, strict=True)]
@@ -87,19 +88,113 @@ def difference(spec: dict[str, Any], accumulate: int) -> float:
     return max(float((torch.as_tensor(a).double() - torch.as_tensor(b).double()).abs().max()) for a, b in pairs)
 
 
+class Single(Experts):
+    """The same in float32."""
+
+    dtype = torch.float32
+
+
+class TimesZero(Single):
+    """The same, with gradients of zeros where the other has none: as DeepSpeed trains."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        """See SmallModel."""
+        found = super().logits(x)
+        return found + sum(0.0 * expert(x).sum() for expert in self.experts)
+
+
+class Exits(Experts):
+    """The layers one after the other; samples leave after as many as ``route`` says. The first may be at the input."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        """See SmallModel."""
+        for number, layer in enumerate(self.experts):
+            if len(rows := (self.route > number).nonzero()[:, 0]):
+                x = x.index_add(0, rows, layer(x[rows]))
+        return self.head(self.first(x))  # type: ignore[no-any-return]
+
+
+class InTurn(Experts):
+    """The layers in the order, and as often, as the route of the first sample says."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        """See SmallModel."""
+        x = self.first(x)
+        for _ in range(1 + int(self.route[0])):
+            x = self.experts[0](self.experts[1](x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
 FSDP: dict[str, Any] = dict(type=FSDPStrategy, device="cpu")
 MESH: dict[str, Any] = dict(type=MeshStrategy, device="cpu")
+ZERO: dict[str, Any] = dict(type=DeepSpeedStrategy, device="cpu")
 UNITS = dict(wrap=["Expert"])
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
-    "spec",
+    ("spec", "model"),
     [
-        pytest.param(FSDP, id="fsdp"),
-        pytest.param(FSDP | UNITS, id="units"),
-        pytest.param(MESH | dict(dp_replicate=2), id="dp_replicate"),
+        pytest.param(FSDP, Experts, id="fsdp"),
+        pytest.param(FSDP | UNITS, Experts, id="units"),
+        pytest.param(FSDP | UNITS | dict(prefetch=2), Exits, id="exits"),
+        pytest.param(MESH | dict(dp_replicate=2), Experts, id="dp_replicate"),
+        pytest.param(dict(type=DDPStrategy, device="cpu", find_unused_parameters=True), Experts, id="ddp"),
+        *(
+            pytest.param(spec, Exits, id=name, marks=pytest.mark.full)
+            for name, spec in {
+                "whole": FSDP,
+                "reshards": FSDP | UNITS | dict(reshard_after_forward=True),
+                "gathered": FSDP | UNITS | dict(reshard_after_forward=False),
+                "every": FSDP | UNITS | dict(reduce_every_micro_batch=True),
+                "recomputed": FSDP | UNITS | dict(activation_checkpointing=dict(classes=["Expert"])),
+                "compiled": FSDP | UNITS | dict(compile=dict(backend="eager")),
+                "replicated": MESH | UNITS | dict(dp_replicate=2),
+            }.items()
+        ),
     ],
 )
-def test_as_one_device(workers2: WorkerGroup, spec: dict[str, Any], accumulate: int) -> None:
-    assert max(workers2.run(difference, spec, accumulate)) < 1e-12
+def test_as_one_device(workers2: WorkerGroup, spec: dict[str, Any], model: Any) -> None:
+    for accumulate in (1, 2):
+        assert max(workers2.run(difference, spec, accumulate, model)) < 1e-12
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_sends_zeros(workers2: WorkerGroup, stage: int) -> None:
+    pytest.importorskip("deepspeed", reason="needs pip install flextrain[deepspeed]")
+    spec = ZERO | dict(zero_optimization=dict(stage=stage, reduce_bucket_size=100))
+    for accumulate in (1, 2):
+        assert max(workers2.run(difference, spec, accumulate, Single, TimesZero)) < 1e-5
+
+
+def refused(spec: dict[str, Any], model: Any, frozen_at: int | None = None) -> str:
+    """The error of this process, which freezes the first expert on rank 1 after some updates."""
+    call_order._PATIENCE_S = 3.0
+    try:
+        with started(spec, wrapper(), model) as session:
+            for number, batch in enumerate(batches()):
+                if number == frozen_at and session.strategy.topology.rank == 1:
+                    session.strategy.module.get_submodule("experts.0").requires_grad_(False)
+                train(session.strategy, session.model, session.optim, [[batch]])
+    except (RuntimeError, StrategyError) as error:
+        return str(error)
+    return "nothing"
+
+
+NO_GRADIENT = "model.experts.0.0.weight: rank 1 has no gradient, because it is frozen here in update 3"
+
+
+@pytest.mark.parametrize(
+    ("spec", "model", "frozen_at", "said"),
+    [
+        pytest.param(FSDP, Experts, 2, NO_GRADIENT, id="frozen"),
+        pytest.param(FSDP | UNITS, Experts, 2, NO_GRADIENT, id="frozen-units"),
+        pytest.param(FSDP | UNITS, InTurn, None, "calls experts.1 in forward 5, where other processes call other", id="order"),
+        pytest.param(ZERO | dict(zero_optimization=dict(stage=3)), Single, None, "model.experts.0.0: rank 1 does not call it in forward 1", id="zero3"),
+        pytest.param(dict(type=DDPStrategy, device="cpu"), Experts, None, "rank 1 cannot reduce its gradients, the loss does not depend on experts.0.0.weight", id="ddp"),
+    ],
+)  # fmt: skip
+def test_refused(workers2: WorkerGroup, spec: dict[str, Any], model: Any, frozen_at: int | None, said: str) -> None:
+    errors = workers2.run(refused, spec, model, frozen_at)
+    assert any(said in error for error in errors), errors
+    assert "nothing" not in errors
