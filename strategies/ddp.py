@@ -28,7 +28,7 @@ from .anomalous import WithoutGradient
 from .base import NOTHING, Strategy
 from .config import StrategyConfig
 from .requirements import ANY_DEVICE, Needs
-from .sharded_parameters import check_not_quantised
+from .sharded_parameters import check_dense, check_not_quantised
 from .state import Optim
 from .trainable import TrainableAsBefore
 
@@ -154,6 +154,8 @@ class DDPStrategy(Strategy):
             raise StrategyError('strategy.sync_bn: torch has it for accelerators only, leave it out on device "cpu"')
         arguments = self.config.wrapper_arguments()
         method = calls_itself(model)
+        if method and optim is not None and self.topology.data.count > 1:
+            check_dense(model, f"{type(self).__name__} with {type(model).__name__}.{method}", "define forward instead")
         if method and (self.config.comm_hook or arguments):
             given = next(iter(arguments), "comm_hook")
             raise StrategyError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +24,7 @@ from ...core.transforms import compile_in_place
 from ...optim.canonical import split_key
 from ..base import NOTHING, Strategy, kept_gradients
 from ..call_order import CallOrder, message_groups
-from ..sharded_parameters import check_real, make_contiguous
+from ..sharded_parameters import check_dense, check_real, make_contiguous
 from ..state import Optim
 from ..state_memory import StateMemory
 from ..trainable import TrainableAsBefore
@@ -46,6 +47,18 @@ from .wrapper import DeepSpeedOptimWrapper
 from .written_weights import WrittenWeights
 
 logger = logging.getLogger("flextrain")
+
+
+def _refuse_second_backward(module: nn.Module, args: Any, output: Any) -> None:
+    def refuse(gradient: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise StrategyError(
+                "model: a gradient with create_graph=True goes through weights that DeepSpeed has freed at stage 3 when its own "
+                "backward comes; choose stage 1 or 2"
+            )
+
+    if isinstance(output, Tensor) and output.requires_grad and torch.is_grad_enabled():
+        output.register_hook(refuse)  # type: ignore[no-untyped-call]
 
 
 class _GatheringOrder(CallOrder):
@@ -197,6 +210,14 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         self._check_model(model)
         check_real(model, "DeepSpeedStrategy")
+        stage = self.config.zero_optimization.stage
+        if optim is not None and stage:
+            check_dense(model, type(self).__name__)
+        for name, parameter in model.named_parameters() if stage == 3 else ():
+            if not math.prod(self.shape_of(parameter)):
+                raise StrategyError(
+                    f"model.{name}: has no elements, which DeepSpeed cannot gather at stage 3; leave it out, or choose stage 1 or 2"
+                )
 
     def _check_model(self, model: nn.Module | type[nn.Module]) -> None:
         if isinstance(model, nn.Module):
@@ -243,6 +264,8 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
             swapping.param_files_in(dtype),
         ):
             self._engine, *_ = _deepspeed().initialize(model=model, optimizer=optimizer, config=keys)
+        for module in engine_internals.gathering_modules(model).values() if stage == 3 and self._wrapper else ():
+            module.register_forward_hook(_refuse_second_backward)
         if stage == 3 and self.topology.data.count > 1:
             groups = message_groups(self.topology.data, float(self.config.timeout_s))
             hidden = torch.compiler.disable if self.config.compile else lambda hook: hook

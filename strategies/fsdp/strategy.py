@@ -32,7 +32,7 @@ from ..base import NOTHING, Strategy, kept_gradients
 from ..call_order import message_groups
 from ..requirements import ANY_DEVICE, Needs
 from ..sharded_optimizers import ShardedOptimizers
-from ..sharded_parameters import check_real, make_contiguous
+from ..sharded_parameters import check_dense, check_real, has_shards, make_contiguous
 from ..state import Optim
 from ..steps import EvalStep
 from .config import FSDPConfig
@@ -68,7 +68,7 @@ class FSDPStrategy(Strategy):
         super().__init__(**options)
         self._without_memory = ModelWithoutMemory(keep_zeros=self.config.skip_init_weights)
         self._units: list[nn.Module] = []
-        self._scalars: set[nn.Parameter] = set()  # have no dimension to shard; whole in every process
+        self._scalars: set[nn.Parameter] = set()  # have nothing to shard; whole in every process
         self._roots: list[FSDPModule] = []
         self._unsettled: list[FSDPModule] = []  # roots that may not have computed yet
         self._sharded: ShardedOptimizers | None = None
@@ -124,7 +124,7 @@ class FSDPStrategy(Strategy):
             self._sharded.check(wrapper)
             if self._used is not None:
                 self._used.register(wrapper)
-            own = [p for group in wrapper.param_groups for p in group["params"] if p.ndim == 0]
+            own = [p for group in wrapper.param_groups for p in group["params"] if not has_shards(p)]
             if own:
                 data = self._averaged_over()
                 wrapper.register_step_pre_hook(lambda _, scalars=own, data=data: average(scalars, data))  # type: ignore[misc]
@@ -136,6 +136,8 @@ class FSDPStrategy(Strategy):
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         check_real(model, "FSDPStrategy")
+        if optim is not None:
+            check_dense(model, type(self).__name__)
         if self.precision.param is not None:
             raise StrategyError(
                 f"optim_wrapper: stores parameters in {self.precision.param}, FSDPStrategy stores them in float32 and "
@@ -150,11 +152,11 @@ class FSDPStrategy(Strategy):
             raise StrategyError(
                 f'strategy.device: torch {torch.__version__} shards on accelerators only, "cpu" needs torch 2.7'
             )
-        self._scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+        self._scalars = {parameter for parameter in model.parameters() if not has_shards(parameter)}
         if self._scalars and "ignored_params" not in inspect.signature(fully_shard).parameters:
-            name = next(name for name, parameter in model.named_parameters() if parameter.ndim == 0)
+            name = next(name for name, parameter in model.named_parameters() if not has_shards(parameter))
             raise StrategyError(
-                f"model.{name}: has no dimension, which FSDP needs torch 2.7 for; give it one of size 1"
+                f"model.{name}: has no dimension or no elements, which FSDP needs torch 2.7 for; give it one of size 1"
             )
         if self.config.offloads and self.device.type == "cpu":
             raise StrategyError('strategy.cpu_offload: everything is in the host\'s memory already on device "cpu"')
@@ -182,7 +184,9 @@ class FSDPStrategy(Strategy):
     def _wrap(self, model: nn.Module) -> nn.Module:
         mesh, reshard, others = self._mesh(), self.config.reshards, self._other_meshes()
         self._sharded = ShardedOptimizers(mesh)
-        self._scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}  # may be others by now
+        self._scalars = {
+            parameter for parameter in model.parameters() if not has_shards(parameter)
+        }  # may be others by now
         roots = choose_roots(model)
         chosen = self._choose_units(model)
         self._units = [*others, *(unit for unit in chosen if unit not in (*roots, *others) and unit is not model)]
@@ -349,6 +353,8 @@ class FSDPStrategy(Strategy):
                 "parameters are sharded while the model is not called: call it as a whole, self(...) and not self.forward(...), and "
                 "compute in its forward what needs parameters; to generate text, call runner.generate()"
             )
+        if "sparse" in str(error):
+            return "gradients are sparse, which cannot be divided: give sparse=False to what makes them, or choose DDPStrategy"
         return super().explain(error)
 
     def drop_gradients(self) -> None:
