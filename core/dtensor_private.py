@@ -314,4 +314,4 @@ def in_backward() -> bool:
 
 def after_backward(function: Callable[[], None]) -> None:
     """Call ``function`` at the end of the backward that is running, before what is registered later. 2.6, 2.15."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(function)

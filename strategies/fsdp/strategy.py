@@ -53,7 +53,7 @@ class FSDPStrategy(Strategy):
 
     A model given as dict or callable is never whole in any process: it is built on the meta device and initialised
     parameter by parameter, with the same values as an ordinary construction. A model given as an instance is sharded as
-    it is. Buffers are rank 0's at every update, as under DDP.
+    it is. Buffers are rank 0's at every update, as under DDP. Processes may use different parameters and units.
 
     Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023;
     https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html

@@ -177,9 +177,9 @@ UNITS = dict(wrap=["Expert"])
         pytest.param(FSDP, Experts, id="fsdp"),
         pytest.param(FSDP | UNITS, Experts, id="units"),
         pytest.param(FSDP, Empty, id="empty", marks=pytest.mark.full),
-        pytest.param(FSDP | UNITS | dict(prefetch=2), Exits, id="exits"),
-        pytest.param(MESH | dict(dp_replicate=2), Experts, id="dp_replicate"),
-        pytest.param(DDP | dict(find_unused_parameters=True), Experts, id="ddp"),
+        pytest.param(FSDP | UNITS | dict(prefetch=2), Exits, id="exits", marks=pytest.mark.full),
+        pytest.param(MESH | dict(dp_replicate=2), Experts, id="dp_replicate", marks=pytest.mark.full),
+        pytest.param(DDP | dict(find_unused_parameters=True), Experts, id="ddp", marks=pytest.mark.full),
         *(
             pytest.param(spec, Exits, id=name, marks=pytest.mark.full)
             for name, spec in {
@@ -200,7 +200,7 @@ def test_as_one_device(workers2: WorkerGroup, spec: dict[str, Any], model: Any) 
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("stage", [1, 2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)])
 def test_zero_sends_zeros(workers2: WorkerGroup, stage: int) -> None:
     pytest.importorskip("deepspeed", reason="needs pip install flextrain[deepspeed]")
     leaf = dict(leaf_module=dict(classes=["Mixture"])) if stage == 3 else {}
