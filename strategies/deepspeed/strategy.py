@@ -23,7 +23,7 @@ from ...core.registry import STRATEGIES
 from ...core.transforms import compile_in_place
 from ...optim.canonical import split_key
 from ..base import NOTHING, Strategy, kept_gradients
-from ..call_order import CallOrder, message_groups
+from ..gathering_order import GatheringOrder, message_groups
 from ..sharded_parameters import check_dense, check_real, make_contiguous
 from ..state import Optim
 from ..state_memory import StateMemory
@@ -61,7 +61,7 @@ def _refuse_second_backward(module: nn.Module, args: Any, output: Any) -> None:
         output.register_hook(refuse)  # type: ignore[no-untyped-call]
 
 
-class _GatheringOrder(CallOrder):
+class _LayerOrder(GatheringOrder):
     advice = "call it on every process, name the module that chooses in strategy.zero_optimization.leaf_module, or choose stage 1 or 2"
 
 
@@ -269,7 +269,8 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
         if stage == 3 and self.topology.data.count > 1:
             groups = message_groups(self.topology.data, float(self.config.timeout_s))
             hidden = torch.compiler.disable if self.config.compile else lambda hook: hook
-            _GatheringOrder(model, engine_internals.gathering_modules(model), self.topology.data, groups, hidden)
+            modules = engine_internals.gathering_modules(model)
+            _LayerOrder(model, modules, self.topology.data, self.topology.rank, groups, hidden)
         if self._checkpointing:
             _deepspeed().checkpointing.configure(None, deepspeed_config=keys)
         fragments = self._adopt(model, stage, originals) if self._wrapper else []

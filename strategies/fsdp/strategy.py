@@ -29,7 +29,7 @@ from ...core.transforms import compile_in_place
 from ...core.trees import tree_map_only
 from ...optim.wrapper import OptimWrapper
 from ..base import NOTHING, Strategy, kept_gradients
-from ..call_order import message_groups
+from ..gathering_order import message_groups
 from ..requirements import ANY_DEVICE, Needs
 from ..sharded_optimizers import ShardedOptimizers
 from ..sharded_parameters import check_dense, check_real, has_shards, make_contiguous
@@ -210,7 +210,7 @@ class FSDPStrategy(Strategy):
             if not self.config.compile:
                 watch_first_forward(unit, names)
         if (data := self._averaged_over()).count > 1 and not rehearsing():
-            self._used = UsedParameters(model, (*self._units, *roots), data, self.device)
+            self._used = UsedParameters(model, (*self._units, *roots), data, self.device, self.topology.rank)
             self._keep_order(roots, names, data)
         if self.config.prefetch is not None:
             prefetch(self.module, self._units, self.config.prefetch)
@@ -232,7 +232,7 @@ class FSDPStrategy(Strategy):
         for root in roots:
             own = {names[id(module)]: module for module in root.modules() if id(module) in units and module is not root}
             if own:
-                UnitOrder(root, own, data, groups, hidden)
+                UnitOrder(root, own, data, self.topology.rank, groups, hidden)
 
     def _shards(self, *meshes: DeviceMesh) -> bool:
         """Return whether parameters need FSDP; over meshes of one process it only costs time and memory."""

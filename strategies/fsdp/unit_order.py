@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.comm import collectives as dist
 from ...core.dtensor_private import after_backward, complete_backward, pass_by
 from ...core.errors import StrategyError
 from ...core.trees import tree_map_only
-from ..call_order import Call, CallOrder, Forward
+from ..gathering_order import Forward, GatheringOrder, UnitCall
 
 
-class UnitOrder(CallOrder):
+class UnitOrder(GatheringOrder):
     """Makes every process gather, free and reduce the units in one order.
 
     A process whose samples do not need a unit gathers it too, at the same position of the order, and reduces zeros for it.
@@ -29,10 +28,10 @@ class UnitOrder(CallOrder):
     def _pass_by(self, forward: Forward, number: int, has_backward: bool = False) -> None:
         if number in self._nested:
             raise StrategyError(
-                f"model.{self._names[number]}: rank {dist.get_rank()} does not call this FSDP unit in forward {self._count}, where "
+                f"model.{self._names[number]}: rank {self._rank} does not call this FSDP unit in forward {self._count}, where "
                 f"other processes do, and it has units inside; choose units that do not contain each other, or {self.advice}"
             )
-        forward.calls.append(Call(number, is_passed_by=True, has_backward=has_backward))
+        forward.calls.append(UnitCall(number, is_passed_by=True, has_backward=has_backward))
         pass_by(self._units[number])
 
     def _leave(self, number: int, unit: nn.Module, args: Any, output: Any) -> None:
@@ -48,22 +47,22 @@ class UnitOrder(CallOrder):
                 call.has_backward |= known.has_backward
             self._watch(output, partial(self._arrive, forward, len(forward.calls)))
 
-    def _learn(self, forward: Forward) -> list[Call]:
+    def _learn(self, forward: Forward) -> list[UnitCall]:
         own = [call.has_backward for call in forward.calls]
         bits = self._exchange(own, len(self._units), forward) if own else []
-        order = [Call(call.unit, False, any(column)) for call, *column in zip(forward.calls, *bits, strict=True)]
+        order = [UnitCall(call.unit, False, any(column)) for call, *column in zip(forward.calls, *bits, strict=True)]
         called = {call.unit for call in order}
         for number, unit in enumerate(
             self._units
         ):  # nobody has called it yet; it follows those that are registered before
             if number not in called and any(parameter.requires_grad for parameter in unit.parameters()):
                 before = max((at for at, call in enumerate(order) if call.unit < number), default=-1)
-                order.insert(before + 1, Call(number, False, forward.key))
+                order.insert(before + 1, UnitCall(number, False, forward.key))
         return order
 
     # Backward
 
-    def _watch(self, output: Any, arrive: Callable[[Tensor], None], call: Call | None = None) -> None:
+    def _watch(self, output: Any, arrive: Callable[[Tensor], None], call: UnitCall | None = None) -> None:
         def watch(tensor: Tensor) -> Tensor:
             if tensor.requires_grad and torch.is_grad_enabled():
                 if call is not None:

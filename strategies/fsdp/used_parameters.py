@@ -28,13 +28,16 @@ class UsedParameters:
         module: the model, after ``fully_shard``.
         units: the modules that FSDP gathers.
         data: the processes that average gradients, and the ``device`` on which they do.
+        rank: of this process, for messages.
     """
 
-    def __init__(self, module: nn.Module, units: Iterable[nn.Module], data: DataShard, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, units: Iterable[nn.Module], data: DataShard, device: torch.device, rank: int
+    ) -> None:
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
         self._zeros: dict[int, Tensor] = {}  # gradients that are zeros of this process, by parameter
-        self._data, self._device = data, device
+        self._data, self._device, self._rank = data, device, rank
         self._updates = 0
         for unit in units:
             fill_gradients(unit, self._takes_part, self._note)
@@ -89,7 +92,7 @@ class UsedParameters:
             name, has_none = self._names[id(parameter)], self._computed(parameter) == _NONE
             frozen = "" if parameter.requires_grad else ", because it is frozen here"
             raise StrategyError(
-                f"model.{name}: rank {dist.get_rank()} has {f'no gradient{frozen}' if has_none else 'a gradient'} in update "
+                f"model.{name}: rank {self._rank} has {f'no gradient{frozen}' if has_none else 'a gradient'} in update "
                 f"{self._updates} since the start, and other processes have {'one' if has_none else 'none'}; freeze and thaw a "
                 "parameter, and call the modules that train_step calls, on every process alike"
             )

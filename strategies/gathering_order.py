@@ -22,7 +22,7 @@ _PATIENCE_S = 60.0
 
 
 @dataclass
-class Call:
+class UnitCall:
     """A call of a unit in a forward, or the passing by of one that is not called."""
 
     unit: int
@@ -43,7 +43,7 @@ class Forward:
 
     key: bool
     learns: bool
-    calls: list[Call] = field(default_factory=list)
+    calls: list[UnitCall] = field(default_factory=list)
     incomplete: int | None = None
 
 
@@ -54,7 +54,7 @@ def message_groups(data: DataShard, timeout_s: float) -> list[Any]:
         return [dist.group_with_this_process(sets, "gloo", limit) for limit in (timeout_s, _PATIENCE_S)]
 
 
-class CallOrder:
+class GatheringOrder:
     """Finds a process that calls other units than the others, before it gathers one that nobody else does.
 
     In the first forward the processes tell each other at every unit which one they come to, and learn the order. Afterwards
@@ -64,6 +64,7 @@ class CallOrder:
         root: the module that is called.
         units: those of its submodules that gather, by name; those inside of others are not looked at.
         data: the processes that gather together.
+        rank: of this process, for messages.
         groups: from ``message_groups``.
         hidden: applied to hooks, which a compiler must not see.
     """
@@ -77,6 +78,7 @@ class CallOrder:
         root: nn.Module,
         units: Mapping[str, nn.Module],
         data: DataShard,
+        rank: int,
         groups: Sequence[Any],
         hidden: Callable[[Any], Any] = lambda hook: hook,
     ) -> None:
@@ -86,8 +88,8 @@ class CallOrder:
         outermost = {name: unit for name, unit in units.items() if id(unit) not in inner}
         self._names, self._units = list(outermost), list(outermost.values())
         self._nested = {number for number, unit in enumerate(self._units) if parts[id(unit)] & own}
-        self._data, self._groups = data, groups
-        self._orders: dict[bool, list[Call]] = {}
+        self._data, self._rank, self._groups = data, rank, groups
+        self._orders: dict[bool, list[UnitCall]] = {}
         self._forward: Forward | None = None
         self._count = 0
         root.register_forward_pre_hook(hidden(self._begin), prepend=True)
@@ -110,7 +112,7 @@ class CallOrder:
         if (forward := self._own()) is None:
             return
         self._go_to(number, forward)
-        forward.calls.append(Call(number, is_passed_by=False))
+        forward.calls.append(UnitCall(number, is_passed_by=False))
 
     def _leave(self, number: int, unit: nn.Module, args: Any, output: Any) -> None:
         """A unit has been called; for subclasses."""
@@ -139,7 +141,7 @@ class CallOrder:
 
     def _pass_by(self, forward: Forward, number: int, has_backward: bool = False) -> None:
         raise StrategyError(
-            f"model.{self._names[number]}: rank {dist.get_rank()} does not call it in forward {self._count}, where other processes "
+            f"model.{self._names[number]}: rank {self._rank} does not call it in forward {self._count}, where other processes "
             f"do; {self.advice}"
         )
 
@@ -169,9 +171,9 @@ class CallOrder:
     def _disagreement(self, own: int) -> StrategyError:
         said = f"calls {self._names[own]}" if own < len(self._names) else "is at the end"
         return StrategyError(
-            f"model: rank {dist.get_rank()} {said} in forward {self._count}, where other processes call other modules, in another "
+            f"model: rank {self._rank} {said} in forward {self._count}, where other processes call other modules, in another "
             f"order or more often; {self.advice}"
         )
 
-    def _learn(self, forward: Forward) -> list[Call]:
+    def _learn(self, forward: Forward) -> list[UnitCall]:
         return forward.calls
