@@ -247,3 +247,71 @@ def reset_after_error(root: nn.Module) -> bool:
             each._fsdp_param_group.reshard()
     state._state_ctx.iter_forward_root = None
     return found <= {"IDLE", "FORWARD"}
+
+
+def _groups(unit: nn.Module) -> list[Any]:
+    """The groups of parameters that an FSDP unit gathers; torch before 2.11 or so has one, or none."""
+    state = cast(Any, unit)._get_fsdp_state()
+    found = getattr(state, "_fsdp_param_groups", None)
+    return list(found) if found is not None else [one for one in (state._fsdp_param_group,) if one is not None]
+
+
+def fill_gradients(
+    unit: nn.Module, takes_part: Callable[[Tensor], bool], note: Callable[[list[Tensor], list[Tensor]], None]
+) -> None:
+    """Let an FSDP unit reduce zeros for parameters without a gradient, which it would leave out of its message. 2.6, 2.15.
+
+    torch 2.15 has ``set_reduce_scatter_unused_params`` for it, which does not tell whose gradients are zeros.
+
+    Args:
+        takes_part: whether a sharded parameter must be in the message.
+        note: called after each reduction, with the sharded parameters that had gradients, and with those whose first gradient since
+            the last update are these zeros.
+    """
+    for group in _groups(unit):
+        group.post_backward = partial(_reduce_filled, group, group.post_backward, takes_part, note)
+
+
+def _reduce_filled(group: Any, reduce: Callable[..., None], takes_part: Any, note: Any, *unused: Any) -> None:
+    given, filled = [], []
+    for each in group.fsdp_params if group.reduce_grads else ():
+        whole = getattr(each, "_unsharded_param", None)
+        if whole is None:
+            continue
+        if whole.grad is not None or each.unsharded_accumulated_grad is not None:
+            given.append(each.sharded_param)
+        elif takes_part(each.sharded_param):
+            whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None) or whole.dtype)
+            if each.sharded_param.grad is None:
+                filled.append(each.sharded_param)
+    reduce(*unused)
+    if given or filled:
+        note(given, filled)
+
+
+def pass_by(unit: nn.Module) -> None:
+    """Gather and free a unit as its forward does, in its root's forward. 2.6, 2.15."""
+    state = cast(Any, unit)._get_fsdp_state()
+    state._pre_forward(unit, (), {})
+    state._post_forward(unit, (), None)
+
+
+def complete_backward(unit: nn.Module, is_passed_by: bool) -> None:
+    """Gather a unit for backward and reduce its gradients, if backward has not done so, or for one that was passed by. 2.6, 2.15."""
+    state, groups = cast(Any, unit)._get_fsdp_state(), _groups(unit)
+    found = {group._training_state.name for group in groups}
+    if is_passed_by or not found <= {"PRE_BACKWARD", "POST_BACKWARD"}:
+        state._pre_backward(None)
+    for group in reversed(groups):
+        if group._training_state.name == "PRE_BACKWARD":
+            group.post_backward()
+
+
+def in_backward() -> bool:
+    """Whether autograd runs backward in this thread, which may compute a forward again. 2.6, 2.15."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` at the end of the backward that is running, before what is registered later. 2.6, 2.15."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -299,6 +299,14 @@ class GroupedGradScaler(GradScaler):
             del self._maybe_opt_step
 
 
+def check_reduced(wrapped: nn.Module) -> None:
+    """Raise torch's RuntimeError if a backward of a DistributedDataParallel has left gradients unreduced. 2.6, 2.15.
+
+    Torch itself raises it in the next forward, when an update was made with them.
+    """
+    cast(Any, wrapped)._check_reducer_finalized()
+
+
 # Compiling
 
 

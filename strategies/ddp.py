@@ -6,7 +6,7 @@ import importlib
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import pydantic
 import torch
@@ -22,12 +22,13 @@ from ..core.normalisation_layers import BATCH_NORM
 from ..core.registry import STRATEGIES
 from ..core.rehearsing import rehearsing
 from ..core.rehearsing_private import DataParallelWithoutValues
+from ..core.torch_private import check_reduced
 from ..optim.wrapper import OptimWrapper
 from .anomalous import WithoutGradient
 from .base import NOTHING, Strategy
 from .config import StrategyConfig
 from .requirements import ANY_DEVICE, Needs
-from .sharded_parameters import check_not_quantised
+from .sharded_parameters import check_dense, check_not_quantised
 from .state import Optim
 from .trainable import TrainableAsBefore
 
@@ -153,6 +154,8 @@ class DDPStrategy(Strategy):
             raise StrategyError('strategy.sync_bn: torch has it for accelerators only, leave it out on device "cpu"')
         arguments = self.config.wrapper_arguments()
         method = calls_itself(model)
+        if method and optim is not None and self.topology.data.count > 1:
+            check_dense(model, f"{type(self).__name__} with {type(model).__name__}.{method}", "define forward instead")
         if method and (self.config.comm_hook or arguments):
             given = next(iter(arguments), "comm_hook")
             raise StrategyError(
@@ -194,6 +197,8 @@ class DDPStrategy(Strategy):
             for wrapper in optim.wrappers.values():
                 wrapper.register_step_pre_hook(WithoutGradient(dict(self.module.named_parameters())))
         if isinstance(self._model, DistributedDataParallel):
+            for wrapper in optim.wrappers.values() if optim is not None and not rehearsing() else ():
+                wrapper.register_step_pre_hook(self._check_reduced)  # before the update, not in the next forward
             TrainableAsBefore(self.module, "so its gradients are averaged over no other process").register(optim)
         if self.topology.data.count > 1 and optim is not None and calls_itself(self.module):
             for wrapper in optim.wrappers.values():
@@ -246,6 +251,14 @@ class DDPStrategy(Strategy):
                 "strategy.static_graph=True"
             )
         return None
+
+    def _check_reduced(self, optim: OptimWrapper) -> None:
+        try:
+            check_reduced(cast(DistributedDataParallel, self._model))
+        except RuntimeError as error:
+            if (advice := self.explain(error)) is None:
+                raise
+            raise StrategyError(f"model: rank {self.topology.rank} cannot reduce its gradients, {advice}") from error
 
     def _average_gradients(self, optim: OptimWrapper) -> None:
         average([optim.model_parameter(p) for group in optim.param_groups for p in group["params"]], self.topology.data)

@@ -24,6 +24,20 @@ def check_real(model: nn.Module, strategy: str) -> None:
             )
 
 
+def check_dense(model: nn.Module, strategy: str, instead: str = "choose DDPStrategy") -> None:
+    """Raise StrategyError if a layer gives sparse gradients, which have no elements to divide or to join."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise StrategyError(
+                f"model.{name}: has sparse=True, and {strategy} takes dense gradients only; give sparse=False, freeze it, or {instead}"
+            )
+
+
+def has_shards(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter can be divided: it has a dimension, and elements."""
+    return parameter.ndim > 0 and parameter.numel() > 0
+
+
 def check_not_quantised(model: nn.Module, strategy: str) -> None:
     """Raise StrategyError if a parameter is of a package whose tensors are more than numbers in rows."""
     for name, parameter in model.named_parameters():

@@ -285,11 +285,18 @@ def _timeout(seconds: float | None) -> datetime.timedelta | None:
 _side_groups: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
-def group_with_this_process(sets: Iterable[Sequence[int]]) -> Any:
-    """Make a process group of each of several disjoint sets of ranks; return this process's, or None; a collective."""
+def group_with_this_process(
+    sets: Iterable[Sequence[int]], backend: str | None = None, timeout_s: float | None = None
+) -> Any:
+    """Make a process group of each of several disjoint sets of ranks; return this process's, or None; a collective.
+
+    Args:
+        backend: None: that of the default group.
+        timeout_s: the time limit of a message; default: torch's 30 minutes.
+    """
     own = None
     for ranks in sets:
-        made = dist.new_group(list(ranks))
+        made = dist.new_group(list(ranks), backend=backend, timeout=_timeout(timeout_s))
         own = made if get_rank() in ranks else own
     return own
 

@@ -94,6 +94,16 @@ def own_shard(parameter: Any) -> FlatShard:
     return FlatShard(shard.narrow(0, 0, min(size, count - start)), parameter.ds_shape, start)
 
 
+def gathering_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules whose parameters stage 3 gathers when they are called, by name: with leaf modules as a whole."""
+    from deepspeed.utils import z3_leaf_module
+
+    leaves = [module for module in model.modules() if z3_leaf_module(module)]
+    inside = {id(part) for leaf in leaves for part in leaf.modules() if part is not leaf}
+    found = {name: module for name, module in model.named_modules() if id(module) not in inside and module is not model}
+    return {n: m for n, m in found.items() if m in leaves or any(True for _ in m.parameters(recurse=False))}
+
+
 def gather_small(parameters: Iterable[Any]) -> None:
     """Gather again, from their shards, those of stage 3 that stay whole because they are small; a collective."""
     whole = [p for p in parameters if is_partitioned(p) and p.ds_persist and p.ds_status.name == "AVAILABLE"]

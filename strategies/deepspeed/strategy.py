@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +23,8 @@ from ...core.registry import STRATEGIES
 from ...core.transforms import compile_in_place
 from ...optim.canonical import split_key
 from ..base import NOTHING, Strategy, kept_gradients
-from ..sharded_parameters import check_real, make_contiguous
+from ..gathering_order import GatheringOrder, message_groups
+from ..sharded_parameters import check_dense, check_real, make_contiguous
 from ..state import Optim
 from ..state_memory import StateMemory
 from ..trainable import TrainableAsBefore
@@ -47,6 +49,22 @@ from .written_weights import WrittenWeights
 logger = logging.getLogger("flextrain")
 
 
+def _refuse_second_backward(module: nn.Module, args: Any, output: Any) -> None:
+    def refuse(gradient: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise StrategyError(
+                "model: a gradient with create_graph=True goes through weights that DeepSpeed has freed at stage 3 when its own "
+                "backward comes; choose stage 1 or 2"
+            )
+
+    if isinstance(output, Tensor) and output.requires_grad and torch.is_grad_enabled():
+        output.register_hook(refuse)  # type: ignore[no-untyped-call]
+
+
+class _LayerOrder(GatheringOrder):
+    advice = "call it on every process, name the module that chooses in strategy.zero_optimization.leaf_module, or choose stage 1 or 2"
+
+
 @STRATEGIES.register_module()
 class DeepSpeedStrategy(WrittenWeights, Strategy):
     """DeepSpeed's engine: ZeRO stages 0 to 3, in float32, bfloat16 or float16, with float32 masters and moments.
@@ -56,8 +74,8 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
     for each operation; its outputs are float32. Running statistics of batch normalisation stay float32.
 
     A parameter that no micro-batch of an update uses has a gradient of zeros: momentum and weight decay still move it, while
-    torch's optimizers on one device leave it unchanged. At stages 1 to 3 every process has to use the same parameters in a
-    micro-batch. DeepSpeed notices it at stage 3 only; at stages 1 and 2 it averages gradients of different parameters.
+    torch's optimizers on one device leave it unchanged. At stages 0 to 2 processes may use different parameters in a
+    micro-batch. At stage 3, which gathers parameters layer by layer, that raises, except inside of a ``leaf_module``.
 
     One process without launcher has world size 1.
 
@@ -192,6 +210,14 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         self._check_model(model)
         check_real(model, "DeepSpeedStrategy")
+        stage = self.config.zero_optimization.stage
+        if optim is not None and stage:
+            check_dense(model, type(self).__name__)
+        for name, parameter in model.named_parameters() if stage == 3 else ():
+            if not math.prod(self.shape_of(parameter)):
+                raise StrategyError(
+                    f"model.{name}: has no elements, which DeepSpeed cannot gather at stage 3; leave it out, or choose stage 1 or 2"
+                )
 
     def _check_model(self, model: nn.Module | type[nn.Module]) -> None:
         if isinstance(model, nn.Module):
@@ -238,6 +264,13 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
             swapping.param_files_in(dtype),
         ):
             self._engine, *_ = _deepspeed().initialize(model=model, optimizer=optimizer, config=keys)
+        for module in engine_internals.gathering_modules(model).values() if stage == 3 and self._wrapper else ():
+            module.register_forward_hook(_refuse_second_backward)
+        if stage == 3 and self.topology.data.count > 1:
+            groups = message_groups(self.topology.data, float(self.config.timeout_s))
+            hidden = torch.compiler.disable if self.config.compile else lambda hook: hook
+            modules = engine_internals.gathering_modules(model)
+            _LayerOrder(model, modules, self.topology.data, self.topology.rank, groups, hidden)
         if self._checkpointing:
             _deepspeed().checkpointing.configure(None, deepspeed_config=keys)
         fragments = self._adopt(model, stage, originals) if self._wrapper else []

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from ...core.comm import collectives as dist
 from . import swapping
 
 
@@ -27,8 +29,8 @@ def before_update(engine: Any) -> BeforeUpdate | None:
     if hasattr(engine.optimizer, "fp32_partitioned_groups_flat"):
         swapping.keep_gradients_in_memory(engine)
         return _ShardedUpdate(engine.optimizer)
-    if getattr(engine.optimizer, "cpu_offload", False):
-        return _OffloadedUpdate(engine.optimizer)
+    if hasattr(engine.optimizer, "single_partition_of_fp32_groups"):
+        return _SameOrder(engine.optimizer)
     return None
 
 
@@ -65,8 +67,11 @@ class _ShardedUpdate:
         return self._add(parameters, gradients)
 
 
-class _OffloadedUpdate:
-    """Of stages 1 and 2 whose optimizer state, and the float32 gradients for it, are in host memory.
+class _SameOrder:
+    """Of stages 1 and 2, whose messages are filled with gradients in the order in which a process has computed them.
+
+    Processes that use different parameters would average gradients of different ones. Here each parameter has its position in
+    one order, that of rank 0's first backward, and a process that has no gradient of it sends zeros.
 
     Args:
         optimizer: DeepSpeed's optimizer.
@@ -74,36 +79,61 @@ class _OffloadedUpdate:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._parameters: dict[int, Any] = {
-            optimizer.get_param_id(parameter): parameter
-            for group in optimizer.params_in_partition
-            for parameter in group
-        }
-        self._add = optimizer.async_accumulate_grad_in_cpu_via_gpu
-        optimizer.async_accumulate_grad_in_cpu_via_gpu = self._add_to_this_update
+        found = [(parameter, group) for group, own in enumerate(optimizer.bit16_groups) for parameter in own]
+        self._parameters: list[tuple[Any, int]] = [(p, group) for p, group in found[::-1] if p.requires_grad]
+        self._number = {id(parameter): number for number, (parameter, _) in enumerate(self._parameters)}
+        self._order = list(range(len(self._parameters)))
+        self._came: list[int] | None = []  # in the first backward
+        self._waiting: set[int] = set()
+        self._at = 0  # position in the order of the first that was not sent
+        if optimizer.partition_gradients:
+            self._send, self._finish = (
+                optimizer.process_gradients,
+                optimizer.overlapping_partition_gradients_reduce_epilogue,
+            )
+            optimizer.process_gradients = self._come
+            optimizer.overlapping_partition_gradients_reduce_epilogue = self._send_rest
+        else:
+            self._reduce = optimizer.reduce_gradients
+            optimizer.reduce_gradients = self._reduce_all
 
     def before(self) -> None:
-        """Give parameters that were not used zero gradients."""
-        for number in self._unused():
-            group, _, offset, numel = self._optimizer.grad_position[number]
-            flat = self._optimizer.single_partition_of_fp32_groups[group].grad
-            flat.view(-1).narrow(0, offset, numel).zero_()
+        """Nothing, because every parameter has a gradient."""
 
-    def _unused(self) -> set[int]:
-        if self._optimizer.partition_gradients:
-            used: set[int] = self._optimizer._offload_accumulated_param_ids
-            return self._parameters.keys() - used
-        # Stage 1 leaves gradients in the parameters until the engine's step.
-        gradient_of = self._optimizer.get_gradient_for_reduction
-        return {number for number, parameter in self._parameters.items() if gradient_of(parameter) is None}
+    def _come(self, parameter: Any, group: int) -> None:
+        number = self._number[id(parameter)]
+        if self._came is not None:
+            self._came.append(number)
+        self._waiting.add(number)
+        self._send_waiting()
 
-    def _add_to_this_update(self, parameter: Any) -> None:
-        number, optimizer = self._optimizer.get_param_id(parameter), self._optimizer
-        kept = optimizer.accumulated_grads_in_cpu.get(number)
-        if (
-            kept is not None
-            and optimizer.micro_step_id > 0  # the first micro-batch overwrites
-            and number not in optimizer._offload_accumulated_param_ids
-        ):
-            kept.zero_()
-        self._add(parameter)
+    def _send_waiting(self) -> None:
+        while self._at < len(self._order) and self._order[self._at] in self._waiting:
+            self._waiting.remove(self._order[self._at])
+            self._send(*self._parameters[self._order[self._at]])
+            self._at += 1
+
+    def _send_rest(self) -> None:
+        if self._at or self._waiting:  # also called at the end of a window, where nothing is left
+            for number in self._order[self._at :]:
+                if number not in self._waiting:
+                    self._give_zeros(self._parameters[number][0])
+                    self._waiting.add(number)
+            self._send_waiting()
+            self._waiting.clear()
+            self._at = 0
+        self._finish()
+        if self._came:
+            came = dist.broadcast_object(self._came)
+            self._order, self._came = list(dict.fromkeys([*came, *self._order])), None
+
+    def _reduce_all(self, *args: Any, **kwargs: Any) -> Any:
+        for parameter, _ in self._parameters:  # until then gradients stay in the parameters
+            if self._optimizer.get_gradient_for_reduction(parameter) is None:
+                self._give_zeros(parameter)
+                if self._optimizer.use_grad_accum_attribute:
+                    self._optimizer.fill_grad_accum_attribute()
+        return self._reduce(*args, **kwargs)
+
+    def _give_zeros(self, parameter: Any) -> None:
+        parameter.grad = torch.zeros_like(parameter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
@@ -29,16 +29,19 @@ from ...core.transforms import compile_in_place
 from ...core.trees import tree_map_only
 from ...optim.wrapper import OptimWrapper
 from ..base import NOTHING, Strategy, kept_gradients
+from ..gathering_order import message_groups
 from ..requirements import ANY_DEVICE, Needs
 from ..sharded_optimizers import ShardedOptimizers
-from ..sharded_parameters import check_real, make_contiguous
+from ..sharded_parameters import check_dense, check_real, has_shards, make_contiguous
 from ..state import Optim
 from ..steps import EvalStep
 from .config import FSDPConfig
 from .lost_writes import watch_first_forward
 from .micro_batches import NotingErrors, settle_gradients
 from .nodes import replicas_by_node
+from .unit_order import UnitOrder
 from .units import check_one_dtype, choose_roots, choose_units, described, freed_after_forward, prefetch
+from .used_parameters import UsedParameters
 from .without_memory import ModelWithoutMemory
 
 _logger = logging.getLogger("flextrain")
@@ -50,7 +53,7 @@ class FSDPStrategy(Strategy):
 
     A model given as dict or callable is never whole in any process: it is built on the meta device and initialised
     parameter by parameter, with the same values as an ordinary construction. A model given as an instance is sharded as
-    it is. Buffers are rank 0's at every update, as under DDP.
+    it is. Buffers are rank 0's at every update, as under DDP. Processes may use different parameters and units.
 
     Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023;
     https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
@@ -65,11 +68,12 @@ class FSDPStrategy(Strategy):
         super().__init__(**options)
         self._without_memory = ModelWithoutMemory(keep_zeros=self.config.skip_init_weights)
         self._units: list[nn.Module] = []
-        self._scalars: set[nn.Parameter] = set()  # have no dimension to shard; whole in every process
+        self._scalars: set[nn.Parameter] = set()  # have nothing to shard; whole in every process
         self._roots: list[FSDPModule] = []
         self._unsettled: list[FSDPModule] = []  # roots that may not have computed yet
         self._sharded: ShardedOptimizers | None = None
         self._noting = NotingErrors()
+        self._used: UsedParameters | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -118,7 +122,9 @@ class FSDPStrategy(Strategy):
         for wrapper in optim.wrappers.values() if optim is not None else ():
             assert self._sharded is not None
             self._sharded.check(wrapper)
-            own = [p for group in wrapper.param_groups for p in group["params"] if p.ndim == 0]
+            if self._used is not None:
+                self._used.register(wrapper)
+            own = [p for group in wrapper.param_groups for p in group["params"] if not has_shards(p)]
             if own:
                 data = self._averaged_over()
                 wrapper.register_step_pre_hook(lambda _, scalars=own, data=data: average(scalars, data))  # type: ignore[misc]
@@ -130,6 +136,8 @@ class FSDPStrategy(Strategy):
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         check_real(model, "FSDPStrategy")
+        if optim is not None:
+            check_dense(model, type(self).__name__)
         if self.precision.param is not None:
             raise StrategyError(
                 f"optim_wrapper: stores parameters in {self.precision.param}, FSDPStrategy stores them in float32 and "
@@ -144,11 +152,11 @@ class FSDPStrategy(Strategy):
             raise StrategyError(
                 f'strategy.device: torch {torch.__version__} shards on accelerators only, "cpu" needs torch 2.7'
             )
-        self._scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+        self._scalars = {parameter for parameter in model.parameters() if not has_shards(parameter)}
         if self._scalars and "ignored_params" not in inspect.signature(fully_shard).parameters:
-            name = next(name for name, parameter in model.named_parameters() if parameter.ndim == 0)
+            name = next(name for name, parameter in model.named_parameters() if not has_shards(parameter))
             raise StrategyError(
-                f"model.{name}: has no dimension, which FSDP needs torch 2.7 for; give it one of size 1"
+                f"model.{name}: has no dimension or no elements, which FSDP needs torch 2.7 for; give it one of size 1"
             )
         if self.config.offloads and self.device.type == "cpu":
             raise StrategyError('strategy.cpu_offload: everything is in the host\'s memory already on device "cpu"')
@@ -176,7 +184,9 @@ class FSDPStrategy(Strategy):
     def _wrap(self, model: nn.Module) -> nn.Module:
         mesh, reshard, others = self._mesh(), self.config.reshards, self._other_meshes()
         self._sharded = ShardedOptimizers(mesh)
-        self._scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}  # may be others by now
+        self._scalars = {
+            parameter for parameter in model.parameters() if not has_shards(parameter)
+        }  # may be others by now
         roots = choose_roots(model)
         chosen = self._choose_units(model)
         self._units = [*others, *(unit for unit in chosen if unit not in (*roots, *others) and unit is not model)]
@@ -199,6 +209,9 @@ class FSDPStrategy(Strategy):
             settle_unit(unit)
             if not self.config.compile:
                 watch_first_forward(unit, names)
+        if (data := self._averaged_over()).count > 1 and not rehearsing():
+            self._used = UsedParameters(model, (*self._units, *roots), data, self.device, self.topology.rank)
+            self._keep_order(roots, names, data)
         if self.config.prefetch is not None:
             prefetch(self.module, self._units, self.config.prefetch)
         self._log_units()
@@ -208,6 +221,18 @@ class FSDPStrategy(Strategy):
             if running_statistics(root) and self.topology.data.count > 1:
                 root.register_forward_pre_hook(self._share_buffers)
         return model
+
+    def _keep_order(self, roots: Sequence[nn.Module], names: dict[int, str], data: DataShard) -> None:
+        """Let all processes gather the units in one order, whichever of them their samples go through."""
+        if not self._units:
+            return
+        groups = message_groups(data, float(self.config.timeout_s))
+        hidden = torch.compiler.disable if self.config.compile else lambda hook: hook
+        units = {id(unit): unit for unit in self._units}
+        for root in roots:
+            own = {names[id(module)]: module for module in root.modules() if id(module) in units and module is not root}
+            if own:
+                UnitOrder(root, own, data, self.topology.rank, groups, hidden)
 
     def _shards(self, *meshes: DeviceMesh) -> bool:
         """Return whether parameters need FSDP; over meshes of one process it only costs time and memory."""
@@ -328,6 +353,8 @@ class FSDPStrategy(Strategy):
                 "parameters are sharded while the model is not called: call it as a whole, self(...) and not self.forward(...), and "
                 "compute in its forward what needs parameters; to generate text, call runner.generate()"
             )
+        if "sparse" in str(error):
+            return "gradients are sparse, which cannot be divided: give sparse=False to what makes them, or choose DDPStrategy"
         return super().explain(error)
 
     def drop_gradients(self) -> None:
@@ -385,7 +412,7 @@ class FSDPStrategy(Strategy):
     def teardown(self) -> None:
         """See Strategy."""
         super().teardown()
-        self._units, self._roots, self._unsettled = [], [], []
+        self._units, self._roots, self._unsettled, self._used = [], [], [], None
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:

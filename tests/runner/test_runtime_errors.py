@@ -843,7 +843,7 @@ def fail_in_two(folder: str, name: str) -> str:
     [
         (
             "unused",
-            ["RuntimeError"] * 2,
+            ["StrategyError"] * 2,
             ["the loss does not depend on second.weight, second.bias: use them, freeze them"] * 2,
         ),
         ("static", ["RuntimeError"] * 2, ["this iteration uses other parameters than the first one"] * 2),

@@ -1,0 +1,102 @@
+"""Processes whose samples use different parameters: all reduce the same gradients, and update what any of them has used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...core.comm import collectives as dist
+from ...core.comm.topology import DataShard
+from ...core.dtensor_private import fill_gradients
+from ...core.errors import StrategyError
+from ...optim.wrapper import OptimWrapper
+
+_NONE, _ZEROS, _OWN = range(3)
+"""What a process has computed for a parameter: no gradient, or frozen; none, for which it has sent zeros; a gradient."""
+
+
+class UsedParameters:
+    """Lets every process reduce gradients of the same parameters, with zeros for those that it has not used.
+
+    Before an update the processes agree on which parameters were used, in one small message. A parameter that no process has
+    used has no gradient then, as on one device, where neither weight decay nor momentum moves it.
+
+    Args:
+        module: the model, after ``fully_shard``.
+        units: the modules that FSDP gathers.
+        data: the processes that average gradients, and the ``device`` on which they do.
+        rank: of this process, for messages.
+    """
+
+    def __init__(
+        self, module: nn.Module, units: Iterable[nn.Module], data: DataShard, device: torch.device, rank: int
+    ) -> None:
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        self._zeros: dict[int, Tensor] = {}  # gradients that are zeros of this process, by parameter
+        self._data, self._device, self._rank = data, device, rank
+        self._updates = 0
+        for unit in units:
+            fill_gradients(unit, self._takes_part, self._note)
+
+    def register(self, optim: OptimWrapper) -> None:
+        """Agree before every update of this wrapper."""
+        own = [optim.model_parameter(p) for group in optim.param_groups for p in group["params"]]
+        sharded = [parameter for parameter in own if isinstance(parameter, DTensor)]
+        if sharded and self._data.count > 1:
+            optim.register_step_pre_hook(lambda _: self._agree(sharded))
+
+    def _takes_part(self, parameter: Tensor) -> bool:
+        if parameter.requires_grad:
+            self._trained.add(id(parameter))  # also one that was frozen at first
+        return id(parameter) in self._trained
+
+    def _note(self, given: list[Tensor], filled: list[Tensor]) -> None:
+        for parameter in given:
+            self._zeros.pop(id(parameter), None)
+        for parameter in filled:
+            assert parameter.grad is not None
+            self._zeros[id(parameter)] = parameter.grad
+
+    def _computed(self, parameter: Tensor) -> int:
+        if parameter.grad is None or not parameter.requires_grad:
+            return _NONE
+        return _ZEROS if self._zeros.get(id(parameter)) is parameter.grad else _OWN
+
+    def _agree(self, parameters: list[DTensor]) -> None:
+        """Drop gradients that are zeros of all processes.
+
+        The answer is read where something was not used, and on the CPU, where reading it waits for nothing.
+
+        Raises:
+            StrategyError: some processes have computed a gradient that others have not, and have sent no zeros for.
+        """
+        self._updates += 1
+        computed = [self._computed(parameter) for parameter in parameters]
+        if min(computed) == _OWN:  # without a copy from the host
+            ends = torch.zeros(2, len(parameters), dtype=torch.int8, device=self._device)
+            ends[0] = _OWN
+        else:
+            ends = torch.tensor([computed, [_OWN - one for one in computed]], dtype=torch.int8, device=self._device)
+        dist.all_reduce(ends, "max", self._data.group)
+        if self._device.type == "cpu" or min(computed) < _OWN:
+            for parameter, most, least in zip(parameters, *ends.tolist(), strict=True):
+                self._settle(parameter, most, _OWN - least)
+        self._zeros.clear()
+
+    def _settle(self, parameter: DTensor, most: int, least: int) -> None:
+        if least == _NONE < most:
+            name, has_none = self._names[id(parameter)], self._computed(parameter) == _NONE
+            frozen = "" if parameter.requires_grad else ", because it is frozen here"
+            raise StrategyError(
+                f"model.{name}: rank {self._rank} has {f'no gradient{frozen}' if has_none else 'a gradient'} in update "
+                f"{self._updates} since the start, and other processes have {'one' if has_none else 'none'}; freeze and thaw a "
+                "parameter, and call the modules that train_step calls, on every process alike"
+            )
+        if most < _OWN:
+            parameter.grad = None
+        if most == _NONE and not parameter.requires_grad:
+            self._trained.discard(id(parameter))

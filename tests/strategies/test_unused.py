@@ -1,0 +1,252 @@
+"""Processes whose samples use different parameters: as on one device with all samples, or refused before the update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flextrain.core.errors import StrategyError
+from flextrain.optim import OptimWrapper
+from flextrain.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, MeshStrategy, gathering_order
+from flextrain.testing import WorkerGroup
+from flextrain.testing.loop import train, windows
+from flextrain.testing.models import Batch, SmallModel
+from flextrain.testing.sessions import single_device, started, whole_state
+
+pytestmark = pytest.mark.distributed
+
+# The expert that the samples of rank 0 and those of rank 1 go to, in each micro-batch. The third is idle at first, the last
+# is always.
+ROUTES = ((0, 1), (1, 0), (0, 0), (1, 1), (2, 0), (1, 2), (0, 1), (2, 2))
+
+
+class Expert(nn.Sequential):
+    """A layer that some samples go through."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 6))
+
+
+class Mixture(nn.ModuleList):
+    """Layers of which each sample goes through one."""
+
+    def forward(self, x: Tensor, route: Tensor) -> Tensor:
+        """``x`` with what its layers add."""
+        for number, expert in enumerate(self):
+            if len(rows := (route == number).nonzero()[:, 0]):
+                x = x.index_add(0, rows, expert(x[rows]))
+        return x
+
+
+class Experts(SmallModel):
+    """Samples go to one of four layers, of which two are equal in shape; one that no sample goes to does not compute."""
+
+    widths: Sequence[int] = (5, 5, 7, 3)
+    dtype = torch.float64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.experts = Mixture([Expert(width) for width in self.widths])
+        self.head = nn.Linear(6, self.num_classes)
+        self.to(self.dtype)
+
+    def forward(self, x: Tensor, y: Tensor, route: Tensor, mode: str = "loss") -> Any:
+        """See SmallModel."""
+        self.route = route
+        return super().forward(x.to(self.dtype), y, mode)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """See SmallModel."""
+        return self.head(self.experts(torch.tanh(self.first(x)), self.route))  # type: ignore[no-any-return]
+
+
+def batches(routes: Sequence[tuple[int, ...]] = ROUTES) -> list[Batch]:
+    found = []
+    for seed, route in enumerate(routes):
+        batch = SmallModel.sample(4 * len(route), seed)
+        found.append({**batch, "route": torch.tensor(route).repeat_interleave(4)})
+    return found
+
+
+def wrapper(accumulate: int = 1) -> OptimWrapper:
+    return OptimWrapper(dict(type="AdamW", lr=1e-2, weight_decay=0.1), accumulate, dict(max_norm=0.5))
+
+
+def trained(session: Any, accumulate: int) -> tuple[Any, dict[str, Any]]:
+    trace = train(session.strategy, session.model, session.optim, windows(batches(), accumulate))
+    return trace, whole_state(session.strategy)
+
+
+def difference(spec: dict[str, Any], accumulate: int, model: Any = Experts, oracle: Any = None) -> float:
+    """How far losses, norms, weights and the optimizer's state, all of it in float64, are from those of one device."""
+    with single_device(wrapper(accumulate), oracle or model) as session:
+        expected, state = trained(session, accumulate)
+    with started(spec, wrapper(accumulate), model) as session:
+        found, own = trained(session, accumulate)
+    assert own.keys() == state.keys(), own.keys() ^ state.keys()
+    pairs = [*zip(found.losses, expected.losses, strict=True), *zip(found.grad_norms, expected.grad_norms, strict=True)]
+    pairs += [(own[key], value) for key, value in state.items() if "optim.group" not in key]
+    return max(float((torch.as_tensor(a).double() - torch.as_tensor(b).double()).abs().sum()) for a, b in pairs)
+
+
+class Single(Experts):
+    """The same in float32."""
+
+    dtype = torch.float32
+
+
+class TimesZero(Single):
+    """The same, with gradients of zeros where the other has none: as DeepSpeed trains."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        """See SmallModel."""
+        found = super().logits(x)
+        return found + sum(0.0 * expert(x).sum() for expert in self.experts)
+
+
+class Exits(Experts):
+    """The layers one after the other; samples leave after as many as ``route`` says. The first may be at the input."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        """See SmallModel."""
+        for number, layer in enumerate(self.experts):
+            if len(rows := (self.route > number).nonzero()[:, 0]):
+                x = x.index_add(0, rows, layer(x[rows]))
+        return self.head(self.first(x))  # type: ignore[no-any-return]
+
+
+class InTurn(Experts):
+    """The layers in the order, and as often, as the route of the first sample says."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        """See SmallModel."""
+        x = self.first(x)
+        for _ in range(1 + int(self.route[0])):
+            x = self.experts[0](self.experts[1](x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Sparse(Single):
+    """With sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 6, sparse=True)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """See SmallModel."""
+        return self.head(x + self.table(self.route))  # type: ignore[no-any-return]
+
+
+class Empty(Experts):
+    """With a parameter that has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 6, dtype=self.dtype))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """See SmallModel."""
+        return super().logits(x) + self.nothing.sum()
+
+
+class Penalty(Single):
+    """With a loss of a gradient."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        """See SmallModel."""
+        found: Tensor = self.head(torch.tanh(self.first(x.requires_grad_())))
+        return found + torch.autograd.grad(found.sum(), x, create_graph=True)[0].square().sum()
+
+
+FSDP: dict[str, Any] = dict(type=FSDPStrategy, device="cpu")
+DDP: dict[str, Any] = dict(type=DDPStrategy, device="cpu")
+MESH: dict[str, Any] = dict(type=MeshStrategy, device="cpu")
+ZERO: dict[str, Any] = dict(type=DeepSpeedStrategy, device="cpu")
+UNITS = dict(wrap=["Expert"])
+
+
+@pytest.mark.parametrize(
+    ("spec", "model"),
+    [
+        pytest.param(FSDP, Experts, id="fsdp"),
+        pytest.param(FSDP | UNITS, Experts, id="units"),
+        pytest.param(FSDP, Empty, id="empty", marks=pytest.mark.full),
+        pytest.param(FSDP | UNITS | dict(prefetch=2), Exits, id="exits", marks=pytest.mark.full),
+        pytest.param(MESH | dict(dp_replicate=2), Experts, id="dp_replicate", marks=pytest.mark.full),
+        pytest.param(DDP | dict(find_unused_parameters=True), Experts, id="ddp", marks=pytest.mark.full),
+        *(
+            pytest.param(spec, Exits, id=name, marks=pytest.mark.full)
+            for name, spec in {
+                "whole": FSDP,
+                "reshards": FSDP | UNITS | dict(reshard_after_forward=True),
+                "gathered": FSDP | UNITS | dict(reshard_after_forward=False),
+                "every": FSDP | UNITS | dict(reduce_every_micro_batch=True),
+                "recomputed": FSDP | UNITS | dict(activation_checkpointing=dict(classes=["Expert"])),
+                "compiled": FSDP | UNITS | dict(compile=dict(backend="eager")),
+                "replicated": MESH | UNITS | dict(dp_replicate=2),
+            }.items()
+        ),
+    ],
+)
+def test_as_one_device(workers2: WorkerGroup, spec: dict[str, Any], model: Any) -> None:
+    for accumulate in (1, 2):
+        assert max(workers2.run(difference, spec, accumulate, model)) < 1e-12
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)])
+def test_zero_sends_zeros(workers2: WorkerGroup, stage: int) -> None:
+    pytest.importorskip("deepspeed", reason="needs pip install flextrain[deepspeed]")
+    leaf = dict(leaf_module=dict(classes=["Mixture"])) if stage == 3 else {}
+    spec = ZERO | dict(zero_optimization=dict(stage=stage, reduce_bucket_size=100, **leaf))
+    for accumulate in (1, 2):
+        assert max(workers2.run(difference, spec, accumulate, Single, TimesZero)) < 1e-5
+
+
+def refused(spec: dict[str, Any], model: Any, frozen_at: int | None = None) -> str:
+    """The error of this process, which freezes the first expert on rank 1 after some updates."""
+    gathering_order._PATIENCE_S = 3.0
+    try:
+        with started(spec, wrapper(), model) as session:
+            for number, batch in enumerate(batches()):
+                if number == frozen_at and session.strategy.topology.rank == 1:
+                    session.strategy.module.get_submodule("experts.0").requires_grad_(False)
+                train(session.strategy, session.model, session.optim, [[batch]])
+    except (RuntimeError, StrategyError) as error:
+        return str(error)
+    return "nothing"
+
+
+def zero(stage: int, model: Any, said: str) -> Any:
+    return pytest.param(
+        ZERO | dict(zero_optimization=dict(stage=stage)), model, None, said, marks=pytest.mark.deepspeed
+    )
+
+
+NO_GRADIENT = "model.experts.0.0.weight: rank 1 has no gradient, because it is frozen here in update 3"
+
+
+@pytest.mark.parametrize(
+    ("spec", "model", "frozen_at", "said"),
+    [
+        pytest.param(FSDP, Experts, 2, NO_GRADIENT, marks=pytest.mark.full),
+        (FSDP | UNITS, Experts, 2, NO_GRADIENT),
+        (FSDP | UNITS, InTurn, None, "calls experts.1 in forward 5, where other processes call other modules"),
+        (DDP, Experts, None, "rank 1 cannot reduce its gradients, the loss does not depend on experts.0.0.weight"),
+        (FSDP, Sparse, None, "model.table: has sparse=True, and FSDPStrategy takes dense gradients only"),
+        zero(3, Single, "model.experts.0.0: rank 1 does not call it in forward 1, where other processes do"),
+        zero(2, Sparse, "model.table: has sparse=True, and DeepSpeedStrategy takes dense gradients only"),
+        zero(3, Empty, "model.nothing: has no elements, which DeepSpeed cannot gather"),
+        zero(3, Penalty, "model: a gradient with create_graph=True goes through weights that DeepSpeed has freed"),
+    ],
+)
+def test_refused(workers2: WorkerGroup, spec: dict[str, Any], model: Any, frozen_at: int | None, said: str) -> None:
+    errors = workers2.run(refused, spec, model, frozen_at)
+    assert any(said in error for error in errors), errors
+    assert "nothing" not in errors
