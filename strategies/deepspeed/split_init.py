@@ -27,8 +27,10 @@ def split_at_once(deepspeed: Any, keys: dict[str, Any], world_size: int, largest
         world_size: number of processes.
         largest: the largest possible shard, in elements; None: there is no limit.
     """
-    # With the argument dtype=float32, 0.19.8 would use bfloat16; it keeps the configuration's float32.
-    split = deepspeed.zero.Init(config_dict_or_path=keys)
+    # With the argument dtype=float32, 0.19.8 would use bfloat16; it keeps the configuration's float32. By default it would
+    # give every new tensor this dtype, also what the constructor makes in another one.
+    own_dtypes = [deepspeed.zero.DeepSpeedTensorOverride.device]
+    split = deepspeed.zero.Init(config_dict_or_path=keys, tensor_overrides=own_dtypes)
     alike = _Alike(split, world_size, largest)
     asking = initializing_with(asking_first, ALL)
     with split, asking, WritingIntoShards(deepspeed, alike.check), _copies_are_split(split):
@@ -90,6 +92,12 @@ class _Alike:
 
     def _check_sizes(self, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
         for name, parameter in own.items() if self._largest is not None else ():
+            if parameter.is_floating_point() and parameter.dtype is not torch.float32:
+                raise StrategyError(
+                    f"strategy.zero_optimization.offload_param: {name} in a {type(module).__name__} is "
+                    f"{str(parameter.dtype)[6:]}, and DeepSpeed writes float32 while the model is built; build it in float32, or "
+                    "give strategy.zero_init=False"
+                )
             if (numel := shard_numel(parameter, self._world_size)) > (self._largest or 0):
                 raise StrategyError(
                     f"strategy.zero_optimization.offload_param.buffer_size: {self._largest} is not enough to build the model, a "

@@ -218,6 +218,13 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
                 raise StrategyError(
                     f"model.{name}: has no elements, which DeepSpeed cannot gather at stage 3; leave it out, or choose stage 1 or 2"
                 )
+        for name, parameter in model.named_parameters() if optim is not None else ():
+            if self._request.dtype is torch.float32 is not parameter.dtype and parameter.requires_grad:
+                kind = str(parameter.dtype).removeprefix("torch.")
+                raise StrategyError(
+                    f"model.{name}: is {kind}, and DeepSpeed trains in float32, or in half precision by strategy.bf16 or fp16; give "
+                    "the model as model.float(), or choose FSDPStrategy or DDPStrategy, which train it as it is"
+                )
 
     def _check_model(self, model: nn.Module | type[nn.Module]) -> None:
         if isinstance(model, nn.Module):
