@@ -27,7 +27,7 @@ from .errors import StrategyError
 from .initializers import READ_VALUES, initializing_with
 from .lagging_draws import LaggingDraws
 from .random_state import drawing_apart
-from .torch_private import TorchDispatchMode, storage_key, tree_flatten
+from .torch_private import TorchDispatchMode, copy_gradient_hooks, storage_key, tree_flatten
 from .trees import tree_map_only
 
 
@@ -106,6 +106,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 empty = torch.empty_like(param, device="meta")
                 deferred = type(param)(empty, requires_grad=param.requires_grad)
                 deferred.__dict__.update(param.__dict__)
+                copy_gradient_hooks(param, deferred)
                 register(module, name, deferred)
                 self._registered.append(deferred.detach())
                 if storage_key(param) not in self._fresh:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from .comm.collectives import all_reduce
 from .comm.topology import DataShard
 from .rehearsing import rehearsing, with_values
-from .torch_private import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
+from .torch_private import call_first, foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
 
 
 def gradients(param_groups: Iterable[dict[str, Any]]) -> list[Tensor]:
@@ -123,7 +123,7 @@ def giving_nothing(loss: Tensor, parameters: Iterable[Tensor]) -> Iterator[Tenso
         parameters: those of the model; needed for code that runs its own backward, whose graph the loss does not show.
     """
     leaves = {id(leaf): leaf for leaf in (*_leaves(loss), *parameters) if leaf.requires_grad}
-    handles = [leaf.register_hook(torch.zeros_like) for leaf in leaves.values()]  # type: ignore[no-untyped-call]
+    handles = [call_first(leaf, torch.zeros_like) for leaf in leaves.values()]
     try:
         yield torch.nan_to_num(loss, 0.0, 0.0, 0.0) * 0.0
     finally:

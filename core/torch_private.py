@@ -26,6 +26,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["TorchDispatchMode", "tree_flatten", "tree_map_only", "tree_unflatten"]
 # These four (2.6, 2.15) intercept every operation on a tensor, and traverse its arguments.
@@ -129,6 +130,38 @@ def call_loaded_hooks(module: nn.Module) -> None:
     """Call the module's load_state_dict post-hooks, with no missing and no unexpected keys. 2.6, 2.15."""
     for hook in module._load_state_dict_post_hooks.values():
         hook(module, _IncompatibleKeys([], []))
+
+
+def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The dicts in which a module keeps its parameters and its submodules. 2.6, 2.15."""
+    return module._parameters, module._modules
+
+
+def gradient_hooks(parameter: Tensor) -> int:
+    """The number of hooks that backward calls for a parameter. 2.6, 2.15."""
+    return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+
+
+def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:
+    """Register the hooks that backward calls for a parameter for another one too. 2.6, 2.15."""
+    for hook in (source._backward_hooks or {}).values():
+        target.register_hook(hook)  # type: ignore[no-untyped-call]
+    for hook in (source._post_accumulate_grad_hooks or {}).values():
+        target.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def hooks_after_accumulating(parameter: Tensor) -> bool:
+    """Whether backward calls hooks for a parameter when it has written its gradient. 2.6, 2.15."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
+def call_first(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> RemovableHandle:
+    """Register a gradient hook that is called before those that a tensor has. 2.6, 2.15."""
+    handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    hooks: dict[int, Any] = tensor._backward_hooks
+    for key in [key for key in hooks if key != handle.id]:  # the same dict, which handles know
+        hooks[key] = hooks.pop(key)
+    return handle
 
 
 def has_loading_hooks(module: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from ..core.random_state import drawing_apart
 from ..core.rehearsing import rehearsing
 from ..core.transforms import compile_in_place
 from ..optim.description import description as recipe_of
+from .as_at_setup import Arranged, AsAtSetup, ParametersAsMade
 from .config import StrategyConfig
 from .model_parts import spread_updates
 from .names import Names
@@ -82,6 +83,7 @@ class Strategy(WholeWeights):
         super().__init__(**options)
         self.precision = Precision()
         self._replica_check = ReplicaCheck()
+        self._parameters: AsAtSetup | None = None
         self._puts_off_sync = True  # whether grad_sync is overridden, see setup
 
     # Setup and teardown
@@ -151,6 +153,7 @@ class Strategy(WholeWeights):
             check_trainable(model)
         self._check_request(model, optim)
         self._note_blueprint(model, self.shape_of)
+        as_made = ParametersAsMade(model, self.shape_of)
         cast_parameters(model, self.precision)
         if self.config.activation_checkpointing is not None:
             recompute(model, self.config.activation_checkpointing, trains=optim is not None)
@@ -158,6 +161,7 @@ class Strategy(WholeWeights):
         self._names = Names(model)
         self._module = model
         self._model = self._wrap(model)
+        as_made.give(self.module, type(self).__name__, self.topology)
         if self._blueprint is not None:
             self._blueprint.follow()
         if self.config.compile:
@@ -172,6 +176,8 @@ class Strategy(WholeWeights):
         self._puts_off_sync = type(self).grad_sync is not Strategy.grad_sync or bool(overridden(self, "grad_sync"))
         self._check_precision()
         if optim is not None:
+            if not rehearsing():  # whose observers register hooks
+                self._parameters = AsAtSetup(lambda: self.module, self._arranged())
             check_savable(self.module, self.left_out())
             self._at_setup = tensor_names(self.module)
         self._names.gather(self.module)
@@ -211,6 +217,10 @@ class Strategy(WholeWeights):
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         """Raise if this strategy does not support the model, or the settings of the wrapper."""
 
+    def _arranged(self) -> Arranged:
+        """Return which changes of parameters after set-up training would miss, and why; called when the model is wrapped."""
+        return Arranged()
+
     def _place(self, model: nn.Module) -> None:
         """Move the model to the device, and give every process rank 0's weights."""
         if not rehearsing():  # there, they are on the device, and cannot be moved
@@ -230,7 +240,7 @@ class Strategy(WholeWeights):
 
     def teardown(self) -> None:
         """Leave the process group, if this strategy joined it, and drop the model; may be called again."""
-        self._model = self._module = self.optim = self._blueprint = None
+        self._model = self._module = self.optim = self._blueprint = self._parameters = None
         self._leave_environment()
 
     # Around a micro-batch
@@ -292,7 +302,16 @@ class Strategy(WholeWeights):
 
     def explain(self, error: BaseException) -> str | None:
         """Return what to do about an error that follows from how the model is spread; None if it does not."""
+        try:
+            self.check_unchanged()
+        except StrategyError as changed:
+            return str(changed)
         return None
+
+    def check_unchanged(self) -> None:
+        """Raise StrategyError if parameters were changed since ``setup`` in a way that training would miss; before every update."""
+        if self._parameters is not None:
+            self._parameters.check()
 
     def drop_gradients(self) -> None:
         """Drop the gradients of an update that an exception has ended: all of its micro-batches will be repeated.

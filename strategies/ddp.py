@@ -22,15 +22,15 @@ from ..core.normalisation_layers import BATCH_NORM
 from ..core.registry import STRATEGIES
 from ..core.rehearsing import rehearsing
 from ..core.rehearsing_private import DataParallelWithoutValues
-from ..core.torch_private import check_reduced
+from ..core.torch_private import check_reduced, gradient_hooks
 from ..optim.wrapper import OptimWrapper
 from .anomalous import WithoutGradient
+from .as_at_setup import Arranged
 from .base import NOTHING, Strategy
 from .config import StrategyConfig
 from .requirements import ANY_DEVICE, Needs
 from .sharded_parameters import check_dense, check_not_quantised
 from .state import Optim
-from .trainable import TrainableAsBefore
 
 # Names of hooks in torch.distributed.algorithms.ddp_comm_hooks.default_hooks.
 CommHook = Literal["allreduce", "fp16_compress", "bf16_compress"]
@@ -153,6 +153,13 @@ class DDPStrategy(Strategy):
         ):
             raise StrategyError('strategy.sync_bn: torch has it for accelerators only, leave it out on device "cpu"')
         arguments = self.config.wrapper_arguments()
+        if arguments.get("find_unused_parameters") and self.topology.data.count > 1:
+            for name, parameter in model.named_parameters():
+                if gradient_hooks(parameter):
+                    raise StrategyError(
+                        f"strategy.find_unused_parameters: True is not possible beside the gradient hook of model.{name}, which needs "
+                        "its gradient from every process; use all parameters, or change the gradient in the model's forward"
+                    )
         method = calls_itself(model)
         if method and optim is not None and self.topology.data.count > 1:
             check_dense(model, f"{type(self).__name__} with {type(model).__name__}.{method}", "define forward instead")
@@ -199,11 +206,23 @@ class DDPStrategy(Strategy):
         if isinstance(self._model, DistributedDataParallel):
             for wrapper in optim.wrappers.values() if optim is not None and not rehearsing() else ():
                 wrapper.register_step_pre_hook(self._check_reduced)  # before the update, not in the next forward
-            TrainableAsBefore(self.module, "so its gradients are averaged over no other process").register(optim)
         if self.topology.data.count > 1 and optim is not None and calls_itself(self.module):
             for wrapper in optim.wrappers.values():
                 wrapper.register_step_pre_hook(self._average_gradients)
         return called, optim
+
+    def _arranged(self) -> Arranged:
+        if self.topology.data.count == 1:
+            return Arranged()
+        hooked = "which gets the gradients of one process only; register it before the runner gets the model, or in a transform"
+        if not isinstance(self._model, DistributedDataParallel):
+            return Arranged(hooked=hooked)
+        finds_unused = self.config.wrapper_arguments().get("find_unused_parameters")
+        return Arranged(
+            thawed="so its gradients are averaged over no other process",
+            frozen="" if finds_unused else "so that processes wait for its gradient",
+            hooked=hooked,
+        )
 
     def _check_gradients_stay(self, optim: Optim | None) -> None:
         """Raise StrategyError if gradients could move or be missing with an optimizer that keeps them in own memory."""
@@ -250,7 +269,7 @@ class DDPStrategy(Strategy):
                 "a parameter is used again in a checkpointed part of the model: give checkpoint(..., use_reentrant=False), or "
                 "strategy.static_graph=True"
             )
-        return None
+        return super().explain(error)
 
     def _check_reduced(self, optim: OptimWrapper) -> None:
         try:

@@ -31,6 +31,9 @@ class SetsUp(Protocol):
     def setup(self, model: nn.Module, optim: Any = None) -> tuple[nn.Module, Any]:
         """See Strategy."""
 
+    def check_unchanged(self) -> None:
+        """See Strategy."""
+
 
 def prepare(
     strategy: SetsUp, model: Any, optim_wrapper: Any, param_scheduler: Any, dispatch_kwargs: Mapping[str, Any] | None
@@ -52,6 +55,8 @@ def prepare(
     prepared, optim = strategy.setup(model, optim)
     if optim is None:
         return prepared
+    for wrapper in optim.wrappers.values():  # the runner's loop checks before forward
+        wrapper.register_step_pre_hook(lambda _: strategy.check_unchanged())
     if param_scheduler is None:
         return prepared, optim
     lengths = {"epoch_length": None, **lengths}

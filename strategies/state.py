@@ -17,6 +17,7 @@ from ..core.rehearsing import rehearsing
 from ..optim.canonical import GROUP, STATE, hyper_parameters, restored_hyper_parameters, split_key
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
+from .as_at_setup import replaced
 from .environment import ProcessEnvironment
 from .names import Names
 
@@ -309,15 +310,5 @@ class CanonicalState(ProcessEnvironment):
             for parameter in group["params"]
         ]
         if not all(id(own) in names for own, *_ in found):
-            raise _replaced(dict(self.named_parameters()), {id(own) for own, *_ in found})
+            raise replaced(dict(self.named_parameters()), {id(own) for own, *_ in found})
         return [(names[id(own)], *rest) for own, *rest in found]
-
-
-def _replaced(parameters: dict[str, nn.Parameter], optimized: set[int]) -> StrategyError:
-    """Return the error to raise if an optimizer has parameters that are no longer the model's."""
-    strange = [name for name, parameter in parameters.items() if id(parameter) not in optimized]
-    new = [name for name in strange if parameters[name].requires_grad] or strange or ["a removed one"]
-    return StrategyError(
-        f"model: {new[0]} is not the parameter that the optimizer has, it was replaced or removed after set-up, as by "
-        "model.head = ...; change values in place (copy_), or make the model so before the runner is made"
-    )

@@ -12,7 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..errors import counted
 from ..rehearsing import rehearsing
+from ..torch_private import gradient_hooks
 from .collectives import broadcast_object, get_world_size, side_group
 from .exchanges import all_same, collect, gather_digests
 
@@ -116,4 +118,5 @@ def _form(tensor: Tensor, shape_of: Callable[[Tensor], Sequence[int]]) -> str:
         return "not initialised"
     shape = "x".join(map(str, shape_of(tensor))) or "scalar"
     frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
-    return f"{shape} {str(tensor.dtype).removeprefix('torch.')}{frozen}"
+    hooks = f", {counted(n, 'gradient hook')}" if (n := gradient_hooks(tensor)) else ""
+    return f"{shape} {str(tensor.dtype).removeprefix('torch.')}{frozen}{hooks}"

@@ -99,6 +99,7 @@ class Stepper:
         self.micro_batch = 0
         """Index in its window of the micro-batch under way, if windows have several; the watchdog's thread reads it."""
         self._run_window, self._evaluate = strategy.run_window, strategy.evaluate
+        self._check_unchanged = strategy.check_unchanged
         self._has_own_window = _has_own(strategy, "run_window")
         self._split = strategy.split if _has_own(strategy, "split") else None
         self._has_looked = False  # True once the losses of a result were looked at
@@ -151,6 +152,7 @@ class Stepper:
         """
         optim = self.optim
         assert optim is not None
+        self._check_unchanged()
         self.counted = counted
         if self._split is not None:
             window = [self._split(batch) for batch in window]

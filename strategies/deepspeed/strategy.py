@@ -20,14 +20,15 @@ from ...core.log_marks import ONLY_IN_FILE
 from ...core.model import BaseModel, calls_itself
 from ...core.precision import DTYPES, PrecisionReport, dtypes, require
 from ...core.registry import STRATEGIES
+from ...core.torch_private import hooks_after_accumulating
 from ...core.transforms import compile_in_place
 from ...optim.canonical import split_key
+from ..as_at_setup import Arranged
 from ..base import NOTHING, Strategy, kept_gradients
 from ..gathering_order import GatheringOrder, message_groups
 from ..sharded_parameters import check_dense, check_real, make_contiguous
 from ..state import Optim
 from ..state_memory import StateMemory
-from ..trainable import TrainableAsBefore
 from . import engine_internals, swapping
 from .compiling import announced
 from .config import NEEDS, DeepSpeedConfig, EngineCheckpointing, merged
@@ -188,9 +189,12 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
             if self._request.max_norm and wrapper.clip_grad is None:
                 wrapper.clip_by(self._request.max_norm)
         self._wrapper = wrapper
-        called, built = super().setup(model, wrapper)
-        TrainableAsBefore(self.module, "and the engine keeps what it arranged then", freezing_too=True).register(built)
-        return called, built
+        return super().setup(model, wrapper)
+
+    def _arranged(self) -> Arranged:
+        why = "and the engine keeps what it arranged then"
+        hooked = "and the engine has arranged gradients before; register it before the runner gets the model, or in a transform"
+        return Arranged(thawed=why, frozen=why, hooked=hooked)
 
     def check(self, model: nn.Module | type[nn.Module] | None, optim: Optim) -> None:
         """See Strategy."""
@@ -219,6 +223,11 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
                     f"model.{name}: has no elements, which DeepSpeed cannot gather at stage 3; leave it out, or choose stage 1 or 2"
                 )
         for name, parameter in model.named_parameters() if optim is not None else ():
+            if hooks_after_accumulating(parameter) and self.config.zero_optimization.stage:
+                raise StrategyError(
+                    f"model.{name}: has a hook from register_post_accumulate_grad_hook, which ZeRO calls when it has taken the gradient "
+                    "already; give strategy.zero_optimization.stage=0, or register_hook in its place"
+                )
             if self._request.dtype is torch.float32 is not parameter.dtype and parameter.requires_grad:
                 kind = str(parameter.dtype).removeprefix("torch.")
                 raise StrategyError(

@@ -28,6 +28,7 @@ from ...core.rehearsing import rehearsing, with_values
 from ...core.transforms import compile_in_place
 from ...core.trees import tree_map_only
 from ...optim.wrapper import OptimWrapper
+from ..as_at_setup import Arranged
 from ..base import NOTHING, Strategy, kept_gradients
 from ..gathering_order import message_groups
 from ..requirements import ANY_DEVICE, Needs
@@ -129,6 +130,9 @@ class FSDPStrategy(Strategy):
                 data = self._averaged_over()
                 wrapper.register_step_pre_hook(lambda _, scalars=own, data=data: average(scalars, data))  # type: ignore[misc]
         return called, optim
+
+    def _arranged(self) -> Arranged:
+        return Arranged(hooked="which FSDP never calls; change the gradient in the model's forward" if self._roots else "")
 
     def _averaged_over(self) -> DataShard:
         """Return the processes over which gradients are averaged, also those that FSDP does not shard."""
@@ -348,6 +352,8 @@ class FSDPStrategy(Strategy):
 
     def explain(self, error: BaseException) -> str | None:
         """See Strategy."""
+        if (changed := super().explain(error)) is not None:
+            return changed
         if "got mixed torch.Tensor and DTensor" in str(error):
             return (
                 "parameters are sharded while the model is not called: call it as a whole, self(...) and not self.forward(...), and "
@@ -355,7 +361,12 @@ class FSDPStrategy(Strategy):
             )
         if "sparse" in str(error):
             return "gradients are sparse, which cannot be divided: give sparse=False to what makes them, or choose DDPStrategy"
-        return super().explain(error)
+        if "in-place operations that require placement changes" in str(error):
+            return (
+                "a module writes into a tensor of which processes have shards, as torch.nn.utils.spectral_norm does; compute out "
+                "of place, as torch.nn.utils.parametrizations.spectral_norm does"
+            )
+        return None
 
     def drop_gradients(self) -> None:
         """See Strategy."""

@@ -1,0 +1,159 @@
+"""Parameters as users made them: hooks and attributes stay when a strategy wraps a model; later changes that it would miss raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..core.comm.joint_errors import raising_together
+from ..core.comm.topology import Topology
+from ..core.errors import StrategyError
+from ..core.torch_private import call_first, gradient_hooks, tables_of
+from .names import tied
+
+
+class ParametersAsMade:
+    """What parameters have besides values, noted before a model is wrapped.
+
+    Args:
+        model: the user's model.
+        shape_of: returns the shape of a whole parameter.
+    """
+
+    def __init__(self, model: nn.Module, shape_of: Callable[[Tensor], Sequence[int]]) -> None:
+        self._shape_of, self._tied = shape_of, {name for pair in tied(model).items() for name in pair}
+        self._made = {
+            name: (parameter, tuple(shape_of(parameter)))
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if vars(parameter) or gradient_hooks(parameter) or _is_subclass(parameter)
+        }
+
+    def give(self, module: nn.Module, strategy: str, topology: Topology) -> None:
+        """Give attributes to the parameters that are there now, and hooks the gradients of whole micro-batches.
+
+        A hook may read its parameter. So that of one which is another object by now is refused, and over several shards of the
+        data it gets the mean of their gradients, whatever it computes with it.
+
+        Raises:
+            StrategyError: on every process, if hooks would not be called as on one device, or a class of the user's is lost.
+        """
+        held = dict(module.named_parameters(remove_duplicate=False))
+        if any(gradient_hooks(made) or _is_subclass(made) for made, _ in self._made.values()):  # then on every process
+            with raising_together():
+                self._check(held, strategy, topology)
+        for made, own in {made: held[name] for name, (made, _) in self._made.items() if name in held}.items():
+            if own is not made:
+                vars(own).update({key: value for key, value in vars(made).items() if key not in vars(own)})
+            elif topology.data.count > 1 and gradient_hooks(own):
+                call_first(own, lambda gradient: topology.data.mean(gradient.clone()))
+
+    def _check(self, held: Mapping[str, nn.Parameter], strategy: str, topology: Topology) -> None:
+        for name, (made, shape) in self._made.items():
+            if name in held and _is_subclass(made) and type(held[name]) is not type(made):
+                raise StrategyError(
+                    f"model.{name}: is a {type(made).__name__}, a subclass of torch.nn.Parameter, and {strategy} divides it into "
+                    "plain ones; set an attribute on it instead, which stays, or choose DDPStrategy"
+                )
+            if name not in held or not gradient_hooks(made):
+                continue
+            is_whole = topology.model is None or name not in self._tied  # otherwise two processes may have it, and add up
+            if held[name] is not made or tuple(self._shape_of(made)) != shape or not is_whole:
+                raise StrategyError(
+                    f"model.{name}: has a gradient hook (register_hook, register_post_accumulate_grad_hook), and {strategy} divides the "
+                    f"parameter, so that it would not be called; {_INSTEAD}"
+                )
+
+
+_INSTEAD = (
+    "change the gradient in the model's forward, as weight * mask + (weight * (1 - mask)).detach() does for rows that stay, or "
+    "choose DDPStrategy"
+)
+
+
+def _is_subclass(parameter: Tensor) -> bool:
+    return type(parameter) is not nn.Parameter and nn.Parameter in type(parameter).__mro__
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """Why a change after set-up is refused, as the second half of a message; empty: it is not.
+
+    Attributes:
+        thawed: a parameter that was frozen is trainable.
+        frozen: a parameter that was trainable is frozen.
+        hooked: a parameter has another gradient hook.
+    """
+
+    thawed: str = ""
+    frozen: str = ""
+    hooked: str = ""
+
+
+class AsAtSetup:
+    """The parameters when training was set up, and a check before every update that it will not miss what changed since.
+
+    Args:
+        module: returns the user's model, as it is between updates.
+        arranged: what is refused besides parameters that were replaced.
+    """
+
+    def __init__(self, module: Callable[[], nn.Module], arranged: Arranged) -> None:
+        self._module, self._arranged = module, arranged
+        self._named = list(module().named_parameters())
+        self._trained = {id(parameter) for _, parameter in self._named if parameter.requires_grad}
+        self._tables = self._found()
+        watched = arranged != Arranged()
+        self._states = [(name, p, p.requires_grad, gradient_hooks(p)) for name, p in self._named if watched]
+
+    def check(self) -> None:
+        """Raise StrategyError if something has changed."""
+        # Not by named_parameters(), which takes several times as long.
+        if not all(map(_is_as_before, self._tables)):
+            now = dict(self._module().named_parameters())
+            if gone := self._trained - set(map(id, now.values())):
+                name = next(name for name, parameter in self._named if id(parameter) in gone)
+                raise replaced(now, self._trained, name)
+            self._tables = self._found()
+        for name, parameter, was_trained, hooks in self._states:
+            if parameter.requires_grad is not was_trained and (why := self._why_not(was_trained)):
+                states = ("frozen", "trainable") if was_trained else ("trainable", "frozen")
+                raise StrategyError(
+                    f"model: {name} is {states[0]} now and was {states[1]} when training was set up, {why}; use "
+                    'strategy="fsdp", or end this run and begin another with load_from'
+                )
+            if gradient_hooks(parameter) > hooks and self._arranged.hooked:
+                raise StrategyError(
+                    f"model.{name}: has a gradient hook that was registered after set-up, {self._arranged.hooked}"
+                )
+
+    def _why_not(self, was_trained: bool) -> str:
+        return self._arranged.frozen if was_trained else self._arranged.thawed
+
+    def _found(self) -> list[tuple[Mapping[str, Any], tuple[Any, ...]]]:
+        return [(table, (*dict.values(table),)) for part in self._module().modules() for table in tables_of(part)]  # type: ignore[arg-type]
+
+
+def _is_as_before(table_and_values: tuple[dict[str, Any], tuple[Any, ...]]) -> bool:
+    table, values = table_and_values
+    # dict's own, because DeepSpeed's subclass looks at every value.
+    return len(table) == len(values) and all(map(is_, dict.values(table), values))
+
+
+def replaced(parameters: Mapping[str, nn.Parameter], known: set[int], gone: str = "a removed one") -> StrategyError:
+    """Return the error to raise if parameters that are trained are no longer the model's.
+
+    Args:
+        parameters: the model's.
+        known: ids of those that are trained.
+        gone: name of one that the model had, if it has no new one.
+    """
+    strange = [name for name, parameter in parameters.items() if id(parameter) not in known]
+    new = [name for name in strange if parameters[name].requires_grad] or [gone]
+    return StrategyError(
+        f"model: {new[0]} is not the parameter that the optimizer has, it was replaced or removed after set-up, as by "
+        "model.head = ...; change values in place (copy_), or make the model so before the runner is made"
+    )
