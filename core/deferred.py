@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from .comm import collectives as dist
 from .errors import StrategyError
@@ -53,6 +54,22 @@ class Destination:
         return cls(like, lambda: torch.zeros(like.shape, dtype=like.dtype), lambda whole: None, is_kept=False)
 
 
+class LooksAtValues(BaseException):
+    """A constructor needs the values of parameters that have none; not an Exception, which it could take for an answer."""
+
+
+class _Looking(TorchFunctionMode):
+    """Raises LooksAtValues where a function fails that was given a tensor without values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            if any(map(_is_meta, tree_flatten((args, kwargs))[0])):
+                raise LooksAtValues(f"{getattr(func, '__name__', func)}: {' '.join(str(error).split())}") from error
+            raise
+
+
 class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context that builds or initialises a module without memory for its parameters; it may be entered again."""
 
@@ -69,6 +86,10 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fresh: dict[int, StorageWeakRef] = {}
         self._register: Any = None
         self._replacing: AbstractContextManager[None] | None = None
+        self._looking = _Looking()
+        self._generators: dict[torch.Generator, Tensor] = {}  # that were drawn from, with their states before
+        self.tells_looks = False
+        """Whether who entered this context handles LooksAtValues; otherwise it becomes a StrategyError."""
 
     def __enter__(self) -> DeferredInit:
         self._register = nn.Module.register_parameter
@@ -77,14 +98,21 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._replacing.__enter__()
         self._lag.enter()
         super().__enter__()  # type: ignore[no-untyped-call]
+        self._looking.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._looking.__exit__(*exception)
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         nn.Module.register_parameter = self._register  # type: ignore[method-assign]
         assert self._replacing is not None
         self._replacing.__exit__(None, None, None)
         self._lag.leave()
+        if isinstance(found := exception[1], LooksAtValues) and not self.tells_looks:
+            raise StrategyError(
+                f"model: looks at values of parameters while it is built or changed without memory, {found}; give the model as an "
+                "instance"
+            ) from found
 
     def _putting_off(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(function)
@@ -103,16 +131,54 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._registered.append(param.detach())
             # Lazy parameters stay unchanged: setup raises an error for them.
             if param is not None and not param.is_meta and not is_lazy(param):
-                empty = torch.empty_like(param, device="meta")
-                deferred = type(param)(empty, requires_grad=param.requires_grad)
-                deferred.__dict__.update(param.__dict__)
-                copy_gradient_hooks(param, deferred)
+                deferred = self._without_values(param)
                 register(module, name, deferred)
-                self._registered.append(deferred.detach())
                 if storage_key(param) not in self._fresh:
                     self._tape.append((torch.ops.aten.copy_.default, (deferred.detach(), param.detach()), {}, None))
 
         return register_parameter
+
+    def _without_values(self, parameter: nn.Parameter) -> nn.Parameter:
+        empty = torch.empty_like(parameter, device="meta")
+        deferred = type(parameter)(empty, requires_grad=parameter.requires_grad)
+        deferred.__dict__.update(parameter.__dict__)
+        copy_gradient_hooks(parameter, deferred)
+        self._registered.append(deferred.detach())
+        return deferred
+
+    def take_values(self, model: nn.Module, *, keeps: bool) -> None:
+        """Move the parameters of a model that has memory to the meta device; ``replay`` gives them rank 0's values.
+
+        Args:
+            keeps: whether this process keeps the values until then, which rank 0 has to do.
+        """
+        deferred: dict[nn.Parameter, nn.Parameter] = {}
+        for module in model.modules():
+            for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+                if parameter.is_meta or is_lazy(parameter):
+                    continue
+                if parameter not in deferred:
+                    deferred[parameter] = self._without_values(parameter)
+                    values = parameter.detach()
+                    values = values if keeps else values.new_zeros(()).expand(values.shape)
+                    self._tape.append((torch.ops.aten.copy_.default, (deferred[parameter].detach(), values), {}, None))
+                module.register_parameter(name, deferred[parameter])
+
+    def without_values(self, model: nn.Module) -> str | None:
+        """Name of a buffer, or of an attribute that is no parameter, that was computed from values that there are not; or None."""
+        parameters = {storage_key(parameter) for parameter in self._registered}
+        for name, module in model.named_modules():
+            buffers = {id(buffer) for buffer in module.buffers(recurse=False)}
+            for key, value in (*module.named_buffers(recurse=False), *vars(module).items()):
+                for tensor in filter(_is_meta, tree_flatten(value)[0]):
+                    if id(tensor) in buffers or storage_key(tensor) not in parameters:
+                        return f"{name}.{key}".lstrip(".")
+        return None
+
+    def set_generators_back(self) -> None:
+        """Give the user's generators the states that they had before they were drawn from in this context."""
+        for generator, state in self._generators.items():
+            generator.set_state(state)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -120,7 +186,14 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not is_put_off and _draws(func) and not self._is_drawing and _generator_in(args, kwargs) is None:
             with self._drawing():
                 self._lag.catch_up()
-        out = func(*args, **kwargs)
+        if _draws(func) and (generator := _generator_in(args, kwargs)) is not None:
+            self._generators.setdefault(generator, generator.get_state())
+        try:
+            out = func(*args, **kwargs)
+        except Exception as error:
+            if is_put_off:
+                raise LooksAtValues(f"{func}: {' '.join(str(error).split())}") from error
+            raise
         if is_put_off:
             # Views are not recorded: replay finds their memory by its storage key.
             if not func.is_view:
@@ -137,6 +210,8 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs, out = tree_map_only(Tensor, _as_it_is, (args, kwargs, out))
         if _draws(func):
             generator = _generator_in(args, kwargs)
+            if generator is not None:
+                self._generators.setdefault(generator, generator.get_state())
             with self._drawing():
                 if generator is None:
                     self._lag.put_off(functools.partial(_draw, func, args, kwargs))

@@ -8,7 +8,8 @@ import resource
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,11 +52,8 @@ def _limit_opencv(threads: int) -> None:
 
 
 @contextmanager
-def _reading_nothing(context: AbstractContextManager[Any]) -> Iterator[None]:
+def _reading_nothing() -> Iterator[None]:
     """Context that says so if a model reads weights where the strategy builds it without any."""
-    if context is NOTHING:
-        yield
-        return
     # Some models are built in spite of it, and fail when their values are made.
     kind: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     own = None if kind is None else vars(kind).get("from_pretrained")
@@ -84,17 +82,28 @@ def _refuse_reading(*given: Any, error: Exception | None = None, **options: Any)
 def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_training: bool) -> nn.Module:
     """Build the user's module from a module, a configuration or a function, in the strategy's ``init_context``."""
     if isinstance(given, nn.Module):
-        model: Any = given
-    else:
-        with _reading_nothing(context := strategy.init_context()), context:
-            if isinstance(given, Mapping) and preprocessor is not None:
-                given, preprocessor = {"data_preprocessor": preprocessor, **given}, None
+        _finish(given, preprocessor, strategy, for_training=for_training)
+        return given
+    if isinstance(given, Mapping) and preprocessor is not None:
+        given, preprocessor = {"data_preprocessor": preprocessor, **given}, None
+    reads_nothing = strategy.init_context() is not NOTHING
+
+    def make() -> nn.Module:
+        with _reading_nothing() if reads_nothing else NOTHING:
             if (pretrained := Pretrained.of(given, "model")) is not None:
-                model = pretrained.build()
+                model: Any = pretrained.build()
             else:
                 model = MODELS.build(given, "model") if isinstance(given, (Mapping, str)) else given()
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model: gave {type(model).__name__}, not a torch.nn.Module")
+        return model
+
+    finish = partial(_finish, preprocessor=preprocessor, strategy=strategy, for_training=for_training)
+    return strategy.construct(make, finish)
+
+
+def _finish(model: Any, preprocessor: Any, strategy: Strategy, *, for_training: bool) -> None:
+    """Check a module, give it its preprocessor, and initialise it."""
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise ConfigError(
             f"model: is wrapped in {type(model).__name__}, give the model itself (model.module); the strategy wraps it"
@@ -117,7 +126,6 @@ def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_traini
             strategy.init_weights(model)
     if for_training:
         count_tokens(model)
-    return model  # type: ignore[no-any-return]
 
 
 def scale_lr(optim: OptimWrapper | OptimWrapperDict, batch_size: int | None, shards: int, base: int) -> str:

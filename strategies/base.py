@@ -100,6 +100,18 @@ class Strategy(WholeWeights):
         """Return the context in which the runner builds a model; parameters may be on the meta device after it."""
         return nullcontext()
 
+    def construct(self, make: Callable[[], nn.Module], initialise: Callable[[nn.Module], None] | None = None) -> nn.Module:
+        """Return the model that ``make`` builds in ``init_context``; before ``setup``.
+
+        Args:
+            initialise: called with the model, outside of the context.
+        """
+        with self.init_context():
+            model = make()
+        if initialise is not None:
+            initialise(model)
+        return model
+
     def init_weights(self, model: BaseModel) -> None:
         """Call ``model.init_weights()`` for a model built in ``init_context``; before ``setup``."""
         model.init_weights()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import nn
@@ -22,7 +22,7 @@ class SetsUp(Protocol):
     def setup_environment(self) -> None:
         """See ProcessEnvironment."""
 
-    def init_context(self) -> Any:
+    def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
         """See Strategy."""
 
     def check(self, model: Any, optim: Any) -> None:
@@ -50,8 +50,8 @@ def prepare(
     strategy.check(model if isinstance(model, nn.Module) else None, optim)
     strategy.setup_environment()
     if not isinstance(model, nn.Module):
-        with strategy.init_context():
-            model = MODELS.build(model, "model")
+        given = model
+        model = strategy.construct(lambda: MODELS.build(given, "model"))
     prepared, optim = strategy.setup(model, optim)
     if optim is None:
         return prepared

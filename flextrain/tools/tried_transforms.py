@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,6 +25,12 @@ class _Building:
 
     def init_context(self) -> AbstractContextManager[Any]:
         return self._context
+
+    def construct(self, make: Callable[[], nn.Module], initialise: Callable[[nn.Module], None]) -> nn.Module:
+        with self.init_context():
+            model = make()
+        initialise(model)
+        return model
 
     def init_weights(self, model: BaseModel) -> None:
         """Do nothing: values are not looked at."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -97,7 +98,12 @@ class FSDPStrategy(Strategy):
 
     def init_context(self) -> AbstractContextManager[Any]:
         """See Strategy; parameters are on the meta device and take no memory."""
-        return self._without_memory.context
+        return NOTHING if self._without_memory.has_memory else self._without_memory.context
+
+    def construct(self, make: Callable[[], nn.Module], initialise: Callable[[nn.Module], None] | None = None) -> nn.Module:
+        """See Strategy; a model that looks at the values of its parameters is built with memory."""
+        build = partial(super().construct, make, initialise)
+        return self._without_memory.build(build, self.device, self.launch.local_rank)
 
     def init_weights(self, model: BaseModel) -> None:
         """See Strategy; on a meta-device model the calls are recorded, like those of its constructor."""

@@ -332,6 +332,12 @@ class _Building:
     def init_context(self) -> AbstractContextManager[Any]:
         return self._rehearsal.building()
 
+    def construct(self, make: Callable[[], nn.Module], initialise: Callable[[nn.Module], None]) -> nn.Module:
+        with self.init_context():
+            model = make()
+        initialise(model)
+        return model
+
     def init_weights(self, model: BaseModel) -> None:
         model.init_weights()
 
