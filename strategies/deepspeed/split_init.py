@@ -8,32 +8,36 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...core.comm.agreement import first_difference
 from ...core.errors import StrategyError
 from ...core.initializers import ALL, initializing_with
 from .swapping import shard_numel
-from .writing_into_shards import WritingIntoShards, asking_first
+from .writing_into_shards import WritingIntoShards, asking_first, parameters_of_values
 
 
 @contextlib.contextmanager
-def split_at_once(deepspeed: Any, keys: dict[str, Any], world_size: int, largest: int | None) -> Iterator[None]:
+def split_at_once(
+    deepspeed: Any, keys: dict[str, Any], world_size: int, largest: int | None, generators: dict[torch.Generator, Tensor]
+) -> Iterator[None]:
     """Shard the parameters of every layer built inside, with rank 0's values; needs the process group.
+
+    It raises LooksAtValues if what is built there looks at values of sharded parameters.
 
     Args:
         keys: DeepSpeed's configuration, for float32 in any case: masters start from these values, and ZeRO must not cast
             buffers.
         world_size: number of processes.
         largest: the largest possible shard, in elements; None: there is no limit.
+        generators: gets the user's generators that are drawn from, with their states before.
     """
-    # With the argument dtype=float32, 0.19.8 would use bfloat16; it keeps the configuration's float32. By default it would
-    # give every new tensor this dtype, also what the constructor makes in another one.
-    own_dtypes = [deepspeed.zero.DeepSpeedTensorOverride.device]
-    split = deepspeed.zero.Init(config_dict_or_path=keys, tensor_overrides=own_dtypes)
+    split = _init(deepspeed, keys)
     alike = _Alike(split, world_size, largest)
     asking = initializing_with(asking_first, ALL)
-    with split, asking, WritingIntoShards(deepspeed, alike.check), _copies_are_split(split):
+    writing = WritingIntoShards(deepspeed, alike.check)
+    writing.generators = generators
+    with split, asking, writing, _copies_are_split(split), parameters_of_values():
         try:
             yield
             alike.check("nothing")
@@ -45,6 +49,29 @@ def split_at_once(deepspeed: Any, keys: dict[str, Any], world_size: int, largest
                 "model: DeepSpeed cannot split a parameter without dimensions while the model is built, give it shape "
                 "(1,), or strategy.zero_init=False to have the model built whole"
             ) from error
+
+
+def _init(deepspeed: Any, keys: dict[str, Any]) -> Any:
+    # With the argument dtype=float32, 0.19.8 would use bfloat16; it keeps the configuration's float32. By default it would
+    # give every new tensor this dtype, also what the constructor makes in another one.
+    own_dtypes = [deepspeed.zero.DeepSpeedTensorOverride.device]
+    return deepspeed.zero.Init(config_dict_or_path=keys, tensor_overrides=own_dtypes)
+
+
+def drop_values(model: nn.Module) -> None:
+    """Free the memory of a model's parameters, which get rank 0's values in ``split_whole``."""
+    for parameter in model.parameters():
+        if parameter.ndim:
+            parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
+
+
+def split_whole(deepspeed: Any, keys: dict[str, Any], model: nn.Module) -> None:
+    """Shard the parameters of a model, with rank 0's values, one after the other; a collective."""
+    split = _init(deepspeed, keys)
+    for parameter in model.parameters():
+        if parameter.ndim:  # DeepSpeed shards others when it makes the engine only
+            parameter.data = parameter.data.contiguous().to(split.local_device)
+            split._zero_init_param(parameter)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,9 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ...core.comm.joint_errors import raising_together
 from ...core.comm.model_sync import share_weights
+from ...core.deferred import LooksAtValues
 from ...core.errors import StrategyError
 from ...core.log_marks import ONLY_IN_FILE
 from ...core.model import BaseModel, calls_itself
@@ -25,6 +27,7 @@ from ...core.transforms import compile_in_place
 from ...optim.canonical import split_key
 from ..as_at_setup import Arranged
 from ..base import NOTHING, Strategy, kept_gradients
+from ..built_whole import built
 from ..gathering_order import GatheringOrder, message_groups
 from ..sharded_parameters import check_dense, check_real, make_contiguous
 from ..state import Optim
@@ -42,7 +45,7 @@ from .package import deepspeed as _deepspeed
 from .package import init_distributed
 from .rehearsed import RehearsedZero
 from .running_statistics import keep_running_statistics
-from .split_init import restore_linear, split_at_once
+from .split_init import drop_values, restore_linear, split_at_once, split_whole
 from .swap_files import SwapFiles
 from .wrapper import DeepSpeedOptimWrapper
 from .written_weights import WrittenWeights
@@ -111,6 +114,8 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
         self._state: EngineState | None = None
         self._set_local_rank = False
         self._files = SwapFiles(self.config)
+        self._tells_looks = self._has_memory = False  # while a model is constructed: without memory, and with it
+        self._generators: dict[torch.Generator, Tensor] = {}
 
     # Setup and teardown
 
@@ -148,17 +153,61 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
 
     def init_context(self) -> AbstractContextManager[Any]:
         """See Strategy; stage 3 shards the parameters of each layer as soon as it is built, with rank 0's values."""
-        if self.config.zero_optimization.stage != 3 or not self.config.zero_init:
+        if self.config.zero_optimization.stage != 3 or not self.config.zero_init or self._has_memory:
             return NOTHING
         self.setup_environment()
         return self._init_split()
 
+    def construct(self, make: Callable[[], nn.Module], initialise: Callable[[nn.Module], None] | None = None) -> nn.Module:
+        """See Strategy; a model that looks at values of sharded parameters is built with memory, and sharded then."""
+        build = partial(super().construct, make, initialise)
+        if self.init_context() is NOTHING or self._files.largest_while_built is not None:
+            return build()
+
+        def without() -> nn.Module:
+            self._tells_looks = True
+            try:
+                return build()
+            finally:
+                self._tells_looks = False
+
+        def whole() -> nn.Module:
+            for generator, state in self._generators.items():
+                generator.set_state(state)
+            self._has_memory = True
+            try:
+                model = build()
+            finally:
+                self._has_memory = False
+            if self.rank:
+                drop_values(model)
+            return model
+
+        model, is_whole = built(without, whole, self.device, self.launch.local_rank)
+        if is_whole:
+            split_whole(_deepspeed(), self._keys_of_init(), model)
+        return model
+
     @contextlib.contextmanager
     def _init_split(self) -> Iterator[None]:
-        largest = self._files.largest_while_built
-        keys = self._engine_config(Request(torch.float32, 0.0, 1, {}), stage=3, num_elements=10**12)
-        with swapping.param_files_in(torch.float32), split_at_once(_deepspeed(), keys, self.world_size, largest):
-            yield
+        largest, keys = self._files.largest_while_built, self._keys_of_init()
+        self._generators = {}
+        try:
+            with (
+                swapping.param_files_in(torch.float32),
+                split_at_once(_deepspeed(), keys, self.world_size, largest, self._generators),
+            ):
+                yield
+        except LooksAtValues as found:
+            if self._tells_looks:
+                raise
+            raise StrategyError(
+                f"model: looks at values of parameters that are split already while it is built or changed ({found}); give "
+                "strategy.zero_init=False, or the model as an instance"
+            ) from found
+
+    def _keys_of_init(self) -> dict[str, Any]:
+        return self._engine_config(Request(torch.float32, 0.0, 1, {}), stage=3, num_elements=10**12)
 
     def init_weights(self, model: BaseModel) -> None:
         """See Strategy; sharded parameters are gathered during the call."""

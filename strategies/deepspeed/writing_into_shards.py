@@ -1,20 +1,35 @@
-"""Let a constructor set values of parameters that ZeRO stage 3 has sharded already: they are gathered for the call."""
+"""Let a constructor set values of parameters that ZeRO stage 3 has sharded already: they are gathered for the call.
+
+One that looks at their values has to be built with memory.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
+from ...core.deferred import LooksAtValues
 from ...core.errors import StrategyError
+from ...core.torch_private import tree_flatten
+from ...core.trees import tree_map_only
 from .swapping import is_in_file
 
 _NO_WRITING = frozenset({"requires_grad_", "share_memory_", "detach_", "retain_grad_"})
 _WHOLE = (Tensor.data.__get__, Tensor.detach)  # type: ignore[attr-defined]
+_OF_WHOLE = frozenset({"shape", "ndim", "nbytes", "T", "mT", "H", "mH", "real", "imag"})
+"""Properties of a tensor that a parameter without values has others of."""
+_OF_OBJECT = frozenset({"__set__", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__reduce_ex__"})
+"""Functions that need neither shape nor values."""
+_BETWEEN = (__name__, "torch._tensor", "torch.functional", "torch.overrides")
+_AROUND = ("wrapped_fn", "wrapper")
+"""Modules, and functions of DeepSpeed around torch's and around constructors, that stand between a call and who made it."""
 _PART = "_flextrain_part_of"
 """Attribute of what stands for a part of a sharded parameter, such as ``weight.data`` or ``weight[0]``."""
 
@@ -38,10 +53,14 @@ class WritingIntoShards(TorchFunctionMode):
     def __init__(self, deepspeed: Any, check: Callable[[str], None]) -> None:
         super().__init__()
         self._deepspeed, self._check = deepspeed, check
+        self.generators: dict[torch.Generator, Tensor] = {}
+        """The user's generators that were drawn from, with their states before."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if isinstance(generator := kwargs.get("generator"), torch.Generator):
+            self.generators.setdefault(generator, generator.get_state())
         owner, indices = _owner_of(args[0] if args else None)
         if is_sharded(owner):
             if func in _WHOLE:
@@ -53,6 +72,8 @@ class WritingIntoShards(TorchFunctionMode):
             if sharded := list({id(owner): owner for owner in owners if is_sharded(owner)}.values()):
                 self._write(func, name, sharded, args, kwargs)
                 return args[0] if args else next(iter(kwargs.values()))
+        elif any(is_sharded(_owner_of(value)[0]) for value in tree_flatten((args, kwargs))[0]) and _reads(func, name):
+            return _answer(func, name, args, kwargs)
         return func(*args, **kwargs)
 
     def _write(self, func: Any, name: str, sharded: list[Any], args: Any, kwargs: Any) -> None:
@@ -100,6 +121,62 @@ def _standing_for(parameter: Tensor, indices: tuple[Any, ...]) -> Tensor:
     empty = parameter.data
     setattr(empty, _PART, (parameter, indices))
     return empty
+
+
+def _reads(func: Any, name: str) -> bool:
+    """Whether a function needs the shape or the values of a parameter; not what DeepSpeed itself calls."""
+    needs = name not in _OF_OBJECT | _NO_WRITING or func is Tensor.data.__set__  # type: ignore[attr-defined]
+    if name == "__get__":
+        needs = getattr(func.__self__, "__name__", "") in _OF_WHOLE
+    frame = sys._getframe(1)
+    while needs and frame.f_back is not None and (
+        frame.f_globals.get("__name__", "").startswith(_BETWEEN) or frame.f_code.co_name in _AROUND
+    ):
+        frame = frame.f_back
+    return needs and not frame.f_globals.get("__name__", "").startswith("deepspeed.")
+
+
+def _answer(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Return what a function of parameters says that depends on their shapes only.
+
+    Raises:
+        LooksAtValues: it depends on their values.
+    """
+
+    def without_values(value: Tensor) -> Tensor:
+        owner, indices = _owner_of(value)
+        if not is_sharded(owner):
+            return value
+        found = torch.empty(owner.ds_shape, dtype=owner.dtype, device="meta")
+        for index in indices:
+            found = found[index]
+        return found
+
+    args, kwargs = tree_map_only(Tensor, without_values, (args, kwargs))
+    try:
+        found = func(*args, **kwargs)
+    except Exception as error:
+        raise LooksAtValues(f"{name}: {' '.join(str(error).split())}") from error
+    if func is Tensor.data.__set__ or any(isinstance(value, Tensor) for value in tree_flatten(found)[0]):  # type: ignore[attr-defined]
+        raise LooksAtValues(name)
+    return found
+
+
+@contextlib.contextmanager
+def parameters_of_values() -> Iterator[None]:
+    """Context in which making a parameter from a sharded one, of which torch would make an empty one, raises LooksAtValues."""
+    usual: Any = nn.Parameter.__new__
+
+    def new(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if is_sharded(_owner_of(data)[0]) and data.numel() == 0:
+            raise LooksAtValues(cls.__name__)
+        return usual(cls, data, *args, **kwargs)
+
+    nn.Parameter.__new__ = new  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Parameter.__new__ = usual  # type: ignore[method-assign]
 
 
 def _writes(name: str) -> bool:

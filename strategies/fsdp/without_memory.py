@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -15,11 +14,9 @@ from ...core.comm import collectives as dist
 from ...core.deferred import DeferredInit, Destination, LooksAtValues
 from ...core.dtensor_chunks import fill, full_tensor
 from ...core.errors import StrategyError
-from ...core.random_state import drawing_from, load_rng_state, rng_state
-from ...core.rehearsing import rehearsing
+from ...core.random_state import drawing_from
 from ...core.torch_private import apply_to_tensors, storage_key
-
-_logger = logging.getLogger("flextrain")
+from ..built_whole import built
 
 
 class ModelWithoutMemory:
@@ -44,65 +41,25 @@ class ModelWithoutMemory:
         self._before: dict[int, str] = {}  # with keep_zeros, the parameters that no transform has added
 
     def build(self, make: Callable[[], nn.Module], device: torch.device, local_rank: int) -> nn.Module:
-        """Return the model that ``make`` builds in ``context``; one that looks at its values is built with memory; a collective.
+        """Return the model that ``make`` builds in ``context``, or with memory if it looks at values, see ``built``."""
 
-        Then the processes of a machine build it one after the other, and rank 0 alone keeps it until its values are shared. The
-        random generators are set back before.
-
-        Args:
-            local_rank: of this process on its machine.
-        """
-        if rehearsing():
-            return make()
-        state = rng_state(device)
-        model, looks = None, None
-        self.context.tells_looks = True
-        try:
+        def without() -> nn.Module:
+            self.context.tells_looks = True
             model = make()
+            self.context.tells_looks = False
             if (name := self.context.without_values(model)) is not None:
-                looks = f"{name} is computed from them"
-        except LooksAtValues as found:
-            looks = str(found)
-        self.context.tells_looks = False
-        if not any(dist.all_gather_object(looks is not None)):
-            assert model is not None
+                raise LooksAtValues(f"for {name}")
             return model
-        del model
-        _logger.warning(
-            f"model: is built with memory, because its constructor or init_weights looks at values of parameters ({looks}); the "
-            "processes of a machine do so one after the other, and rank 0 keeps the whole model until it is sharded"
-        )
-        self.context.set_generators_back()
-        self.context = DeferredInit()
-        first = dist.broadcast_object(state)
-        load_rng_state(first, device)
-        model = self._in_turn(make, local_rank)
-        if state != first:
-            load_rng_state(state, device)
-        return model
 
-    def _in_turn(self, make: Callable[[], nn.Module], local_rank: int) -> nn.Module:
-        def build() -> nn.Module:
-            self.has_memory = True
-            try:
-                model = make()
-            finally:
-                self.has_memory = False
+        def whole() -> nn.Module:
+            self.context.set_generators_back()
+            self.context, self.has_memory = DeferredInit(), True
+            model = make()
+            self.has_memory = False
             self.context.take_values(model, keeps=dist.is_main())
             return model
 
-        model, error = None, None
-        for turn in range(max(dist.all_gather_object(local_rank)) + 1):
-            if turn == local_rank:
-                try:
-                    model = build()
-                except Exception as found:
-                    error = found
-            if any(dist.all_gather_object(error is not None)):
-                break
-        if error is not None:
-            raise error
-        return build() if model is None else model  # where others have failed, this one will
+        return built(without, whole, device, local_rank)[0]
 
     def changing(self, model: nn.Module, state: Tensor) -> AbstractContextManager[None]:
         """Return the context for changing a model that ``context`` has built; see ``DeferredInit.changing``."""
