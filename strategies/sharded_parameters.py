@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from torch import nn
 
 from ..core.errors import StrategyError
+from ..core.torch_private import storage_key
 
 QUANTISERS = ("bitsandbytes", "torchao")
 """Packages whose tensors are no rows of numbers that could be divided."""
@@ -14,8 +16,12 @@ _logger = logging.getLogger("flextrain")
 
 
 def check_real(model: nn.Module, strategy: str) -> None:
-    """Raise StrategyError if a parameter is complex, whose shards would be joined with those of real ones, or quantised."""
+    """Raise StrategyError if a parameter is complex, whose shards would be joined with those of real ones, or quantised.
+
+    Also if two of them share memory, which their shards would not.
+    """
     check_not_quantised(model, strategy)
+    check_apart(model, strategy)
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise StrategyError(
@@ -24,6 +30,7 @@ def check_real(model: nn.Module, strategy: str) -> None:
             )
 
 
+<<<<<<< HEAD
 def check_dense(model: nn.Module, strategy: str, instead: str = "choose DDPStrategy") -> None:
     """Raise StrategyError if a layer gives sparse gradients, which have no elements to divide or to join."""
     for name, module in model.named_modules():
@@ -38,6 +45,20 @@ def has_shards(parameter: nn.Parameter) -> bool:
     return parameter.ndim > 0 and parameter.numel() > 0
 
 
+=======
+def check_apart(model: nn.Module, strategy: str) -> None:
+    """Raise StrategyError if two parameters begin at the same memory, as ``Parameter(other.data)`` does."""
+    first: dict[tuple[int, Any], str] = {}
+    for name, parameter in model.named_parameters():
+        place = (storage_key(parameter), parameter.storage_offset())
+        if parameter.numel() and (other := first.setdefault(place, name)) != name:
+            raise StrategyError(
+                f"model.{name}: is another parameter than model.{other} in the same memory, which {strategy} cannot keep; assign the "
+                "same parameter to both, or clone() its values"
+            )
+
+
+>>>>>>> eaae14c (Parameters in one memory are refused where they would be sharded apart)
 def check_not_quantised(model: nn.Module, strategy: str) -> None:
     """Raise StrategyError if a parameter is of a package whose tensors are more than numbers in rows."""
     for name, parameter in model.named_parameters():

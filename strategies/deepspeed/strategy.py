@@ -27,6 +27,7 @@ from ...core.transforms import compile_in_place
 from ...optim.canonical import split_key
 from ..as_at_setup import Arranged
 from ..base import NOTHING, Strategy, kept_gradients
+from ..sharded_parameters import check_apart, check_dense, check_real, make_contiguous
 from ..built_whole import built
 from ..gathering_order import GatheringOrder, message_groups
 from ..sharded_parameters import check_dense, check_real, make_contiguous
@@ -179,6 +180,7 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
                 model = build()
             finally:
                 self._has_memory = False
+            check_apart(model, "DeepSpeedStrategy")
             if self.rank:
                 drop_values(model)
             return model

@@ -23,6 +23,7 @@ from .swapping import is_in_file
 
 _NO_WRITING = frozenset({"requires_grad_", "share_memory_", "detach_", "retain_grad_"})
 _WHOLE = (Tensor.data.__get__, Tensor.detach)  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_WHOLE = frozenset({"shape", "ndim", "nbytes", "T", "mT", "H", "mH", "real", "imag"})
 """Properties of a tensor that a parameter without values has others of."""
 _OF_OBJECT = frozenset({"__set__", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__reduce_ex__"})
@@ -36,7 +37,8 @@ _PART = "_flextrain_part_of"
 
 def is_sharded(value: Any) -> bool:
     """Whether a value is a parameter of which this process has no whole values."""
-    return isinstance(value, Tensor) and hasattr(value, "ds_id") and value.numel() == 0
+    # Not by its size, which WritingIntoShards answers for the whole.
+    return isinstance(value, Tensor) and hasattr(value, "ds_id") and value.ds_status.name == "NOT_AVAILABLE"
 
 
 class WritingIntoShards(TorchFunctionMode):
@@ -125,7 +127,7 @@ def _standing_for(parameter: Tensor, indices: tuple[Any, ...]) -> Tensor:
 
 def _reads(func: Any, name: str) -> bool:
     """Whether a function needs the shape or the values of a parameter; not what DeepSpeed itself calls."""
-    needs = name not in _OF_OBJECT | _NO_WRITING or func is Tensor.data.__set__  # type: ignore[attr-defined]
+    needs = name not in _OF_OBJECT | _NO_WRITING or func == _SET_DATA
     if name == "__get__":
         needs = getattr(func.__self__, "__name__", "") in _OF_WHOLE
     frame = sys._getframe(1)
@@ -157,7 +159,7 @@ def _answer(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         found = func(*args, **kwargs)
     except Exception as error:
         raise LooksAtValues(f"{name}: {' '.join(str(error).split())}") from error
-    if func is Tensor.data.__set__ or any(isinstance(value, Tensor) for value in tree_flatten(found)[0]):  # type: ignore[attr-defined]
+    if func == _SET_DATA or any(isinstance(value, Tensor) for value in tree_flatten(found)[0]):
         raise LooksAtValues(name)
     return found
 
@@ -168,7 +170,7 @@ def parameters_of_values() -> Iterator[None]:
     usual: Any = nn.Parameter.__new__
 
     def new(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if is_sharded(_owner_of(data)[0]) and data.numel() == 0:
+        if is_sharded(_owner_of(data)[0]):
             raise LooksAtValues(cls.__name__)
         return usual(cls, data, *args, **kwargs)
 
