@@ -98,11 +98,11 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._replacing.__enter__()
         self._lag.enter()
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._looking.__enter__()
+        self._looking.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._looking.__exit__(*exception)
+        self._looking.__exit__(*exception)  # type: ignore[no-untyped-call]
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         nn.Module.register_parameter = self._register  # type: ignore[method-assign]
         assert self._replacing is not None

@@ -138,8 +138,20 @@ def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def gradient_hooks(parameter: Tensor) -> int:
-    """The number of hooks that backward calls for a parameter. 2.6, 2.15."""
-    return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+    """The number of hooks that backward calls for a parameter, but for flextrain's own, which look on. 2.6, 2.15."""
+    if not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks:
+        return 0
+    return _of_users(parameter._backward_hooks) + _of_users(parameter._post_accumulate_grad_hooks)
+
+
+def hooks_after_accumulating(parameter: Tensor) -> int:
+    """The number of those that it calls when it has written the gradient. 2.6, 2.15."""
+    return _of_users(parameter._post_accumulate_grad_hooks)
+
+
+def _of_users(hooks: Mapping[int, Any] | None) -> int:
+    package = __name__.partition(".")[0]
+    return sum((getattr(hook, "__module__", None) or "").partition(".")[0] != package for hook in (hooks or {}).values())
 
 
 def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:
@@ -150,15 +162,10 @@ def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:
         target.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def hooks_after_accumulating(parameter: Tensor) -> bool:
-    """Whether backward calls hooks for a parameter when it has written its gradient. 2.6, 2.15."""
-    return bool(parameter._post_accumulate_grad_hooks)
-
-
 def call_first(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> RemovableHandle:
     """Register a gradient hook that is called before those that a tensor has. 2.6, 2.15."""
     handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-    hooks: dict[int, Any] = tensor._backward_hooks
+    hooks = cast(dict[int, Any], tensor._backward_hooks)
     for key in [key for key in hooks if key != handle.id]:  # the same dict, which handles know
         hooks[key] = hooks.pop(key)
     return handle

@@ -60,7 +60,9 @@ class ParametersAsMade:
                 )
             if name not in held or not gradient_hooks(made):
                 continue
-            is_whole = topology.model is None or name not in self._tied  # otherwise two processes may have it, and add up
+            is_whole = (
+                topology.model is None or name not in self._tied
+            )  # otherwise two processes may have it, and add up
             if held[name] is not made or tuple(self._shape_of(made)) != shape or not is_whole:
                 raise StrategyError(
                     f"model.{name}: has a gradient hook (register_hook, register_post_accumulate_grad_hook), and {strategy} divides the "
@@ -133,8 +135,8 @@ class AsAtSetup:
     def _why_not(self, was_trained: bool) -> str:
         return self._arranged.frozen if was_trained else self._arranged.thawed
 
-    def _found(self) -> list[tuple[Mapping[str, Any], tuple[Any, ...]]]:
-        return [(table, (*dict.values(table),)) for part in self._module().modules() for table in tables_of(part)]  # type: ignore[arg-type]
+    def _found(self) -> list[tuple[dict[str, Any], tuple[Any, ...]]]:
+        return [(table, (*dict.values(table),)) for part in self._module().modules() for table in tables_of(part)]
 
 
 def _is_as_before(table_and_values: tuple[dict[str, Any], tuple[Any, ...]]) -> bool:

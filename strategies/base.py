@@ -100,7 +100,9 @@ class Strategy(WholeWeights):
         """Return the context in which the runner builds a model; parameters may be on the meta device after it."""
         return nullcontext()
 
-    def construct(self, make: Callable[[], nn.Module], initialise: Callable[[nn.Module], None] | None = None) -> nn.Module:
+    def construct(
+        self, make: Callable[[], nn.Module], initialise: Callable[[nn.Module], None] | None = None
+    ) -> nn.Module:
         """Return the model that ``make`` builds in ``init_context``; before ``setup``.
 
         Args:

@@ -50,8 +50,8 @@ def check_apart(model: nn.Module, strategy: str) -> None:
     """Raise StrategyError if two parameters begin at the same memory, as ``Parameter(other.data)`` does."""
     first: dict[tuple[int, Any], str] = {}
     for name, parameter in model.named_parameters():
-        place = (storage_key(parameter), parameter.storage_offset())
-        if parameter.numel() and (other := first.setdefault(place, name)) != name:
+        position = (storage_key(parameter), parameter.storage_offset())
+        if parameter.numel() and (other := first.setdefault(position, name)) != name:
             raise StrategyError(
                 f"model.{name}: is another parameter than model.{other} in the same memory, which {strategy} cannot keep; assign the "
                 "same parameter to both, or clone() its values"

@@ -19,7 +19,11 @@ from .writing_into_shards import WritingIntoShards, asking_first, parameters_of_
 
 @contextlib.contextmanager
 def split_at_once(
-    deepspeed: Any, keys: dict[str, Any], world_size: int, largest: int | None, generators: dict[torch.Generator, Tensor]
+    deepspeed: Any,
+    keys: dict[str, Any],
+    world_size: int,
+    largest: int | None,
+    generators: dict[torch.Generator, Tensor],
 ) -> Iterator[None]:
     """Shard the parameters of every layer built inside, with rank 0's values; needs the process group.
 

@@ -27,10 +27,10 @@ from ...core.transforms import compile_in_place
 from ...optim.canonical import split_key
 from ..as_at_setup import Arranged
 from ..base import NOTHING, Strategy, kept_gradients
-from ..sharded_parameters import check_apart, check_dense, check_real, make_contiguous
 from ..built_whole import built
+from ..constructing import constructed
 from ..gathering_order import GatheringOrder, message_groups
-from ..sharded_parameters import check_dense, check_real, make_contiguous
+from ..sharded_parameters import check_apart, check_dense, check_real, make_contiguous
 from ..state import Optim
 from ..state_memory import StateMemory
 from . import engine_internals, swapping
@@ -159,7 +159,9 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
         self.setup_environment()
         return self._init_split()
 
-    def construct(self, make: Callable[[], nn.Module], initialise: Callable[[nn.Module], None] | None = None) -> nn.Module:
+    def construct(
+        self, make: Callable[[], nn.Module], initialise: Callable[[nn.Module], None] | None = None
+    ) -> nn.Module:
         """See Strategy; a model that looks at values of sharded parameters is built with memory, and sharded then."""
         build = partial(super().construct, make, initialise)
         if self.init_context() is NOTHING or self._files.largest_while_built is not None:
@@ -185,7 +187,7 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
                 drop_values(model)
             return model
 
-        model, is_whole = built(without, whole, self.device, self.launch.local_rank)
+        model, is_whole = constructed(without, whole, self.device, self.launch.local_rank)
         if is_whole:
             split_whole(_deepspeed(), self._keys_of_init(), model)
         return model

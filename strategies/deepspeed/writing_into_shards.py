@@ -26,7 +26,9 @@ _WHOLE = (Tensor.data.__get__, Tensor.detach)  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_WHOLE = frozenset({"shape", "ndim", "nbytes", "T", "mT", "H", "mH", "real", "imag"})
 """Properties of a tensor that a parameter without values has others of."""
-_OF_OBJECT = frozenset({"__set__", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__reduce_ex__"})
+_OF_OBJECT = frozenset(
+    {"__set__", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__reduce_ex__"}
+)
 """Functions that need neither shape nor values."""
 _BETWEEN = (__name__, "torch._tensor", "torch.functional", "torch.overrides")
 _AROUND = ("wrapped_fn", "wrapper")
@@ -38,7 +40,7 @@ _PART = "_flextrain_part_of"
 def is_sharded(value: Any) -> bool:
     """Whether a value is a parameter of which this process has no whole values."""
     # Not by its size, which WritingIntoShards answers for the whole.
-    return isinstance(value, Tensor) and hasattr(value, "ds_id") and value.ds_status.name == "NOT_AVAILABLE"
+    return isinstance(value, Tensor) and hasattr(value, "ds_id") and value.ds_status.name == "NOT_AVAILABLE"  # type: ignore[attr-defined]
 
 
 class WritingIntoShards(TorchFunctionMode):
@@ -131,8 +133,10 @@ def _reads(func: Any, name: str) -> bool:
     if name == "__get__":
         needs = getattr(func.__self__, "__name__", "") in _OF_WHOLE
     frame = sys._getframe(1)
-    while needs and frame.f_back is not None and (
-        frame.f_globals.get("__name__", "").startswith(_BETWEEN) or frame.f_code.co_name in _AROUND
+    while (
+        needs
+        and frame.f_back is not None
+        and (frame.f_globals.get("__name__", "").startswith(_BETWEEN) or frame.f_code.co_name in _AROUND)
     ):
         frame = frame.f_back
     return needs and not frame.f_globals.get("__name__", "").startswith("deepspeed.")
@@ -174,7 +178,7 @@ def parameters_of_values() -> Iterator[None]:
             raise LooksAtValues(cls.__name__)
         return usual(cls, data, *args, **kwargs)
 
-    nn.Parameter.__new__ = new  # type: ignore[method-assign,assignment]
+    nn.Parameter.__new__ = new  # type: ignore[method-assign]
     try:
         yield
     finally:

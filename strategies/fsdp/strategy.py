@@ -100,7 +100,9 @@ class FSDPStrategy(Strategy):
         """See Strategy; parameters are on the meta device and take no memory."""
         return NOTHING if self._without_memory.has_memory else self._without_memory.context
 
-    def construct(self, make: Callable[[], nn.Module], initialise: Callable[[nn.Module], None] | None = None) -> nn.Module:
+    def construct(
+        self, make: Callable[[], nn.Module], initialise: Callable[[nn.Module], None] | None = None
+    ) -> nn.Module:
         """See Strategy; a model that looks at the values of its parameters is built with memory."""
         build = partial(super().construct, make, initialise)
         return self._without_memory.build(build, self.device, self.launch.local_rank)
@@ -138,7 +140,9 @@ class FSDPStrategy(Strategy):
         return called, optim
 
     def _arranged(self) -> Arranged:
-        return Arranged(hooked="which FSDP never calls; change the gradient in the model's forward" if self._roots else "")
+        return Arranged(
+            hooked="which FSDP never calls; change the gradient in the model's forward" if self._roots else ""
+        )
 
     def _averaged_over(self) -> DataShard:
         """Return the processes over which gradients are averaged, also those that FSDP does not shard."""

@@ -16,7 +16,7 @@ from ...core.dtensor_chunks import fill, full_tensor
 from ...core.errors import StrategyError
 from ...core.random_state import drawing_from
 from ...core.torch_private import apply_to_tensors, storage_key
-from ..built_whole import built
+from ..constructing import constructed
 
 
 class ModelWithoutMemory:
@@ -41,7 +41,7 @@ class ModelWithoutMemory:
         self._before: dict[int, str] = {}  # with keep_zeros, the parameters that no transform has added
 
     def build(self, make: Callable[[], nn.Module], device: torch.device, local_rank: int) -> nn.Module:
-        """Return the model that ``make`` builds in ``context``, or with memory if it looks at values, see ``built``."""
+        """Return the model that ``make`` builds in ``context``, or with memory if it looks at values, see ``constructed``."""
 
         def without() -> nn.Module:
             self.context.tells_looks = True
@@ -59,7 +59,7 @@ class ModelWithoutMemory:
             self.context.take_values(model, keeps=dist.is_main())
             return model
 
-        return built(without, whole, device, local_rank)[0]
+        return constructed(without, whole, device, local_rank)[0]
 
     def changing(self, model: nn.Module, state: Tensor) -> AbstractContextManager[None]:
         """Return the context for changing a model that ``context`` has built; see ``DeferredInit.changing``."""

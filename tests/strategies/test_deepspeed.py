@@ -425,7 +425,7 @@ class InitialisesItsParts(nn.Module):
         with torch.no_grad():
             self.table.weight[2].zero_()
             self.table.weight[3:5, 1] = 7.0
-            self.other.weight.copy_(self.part.weight * 1.0 if self.part.weight.numel() else self.part.weight)
+            self.other.weight.copy_(self.part.weight)
         self.other.bias.data[1:3].fill_(2.0)
         nn.init.xavier_uniform_(self.other.weight.detach()[:2])
 

@@ -59,8 +59,8 @@ class _Elsewhere(nn.Module):
         found = self._run[0].attribute(self._name, key)
         return Part(self._run[0], f"{self._name}.{key}") if found is NotImplemented else found
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # without hooks, which the process that has the submodule calls
-        return self.forward(*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)  # without hooks, which the process that has the submodule calls
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """See nn.Module."""

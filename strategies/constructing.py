@@ -16,7 +16,7 @@ from ..core.rehearsing import rehearsing
 _logger = logging.getLogger("flextrain")
 
 
-def built(
+def constructed(
     without: Callable[[], nn.Module], whole: Callable[[], nn.Module], device: torch.device, local_rank: int
 ) -> tuple[nn.Module, bool]:
     """Return the model that ``without`` builds, or if it raises LooksAtValues, that of ``whole``; a collective.

@@ -1,0 +1,184 @@
+"""Hooks, attributes and classes of parameters, and later changes of them: as on one device, or refused by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flextrain import OptimWrapper
+from flextrain.core.comm import collectives as dist
+from flextrain.core.errors import StrategyError
+from flextrain.core.registry import STRATEGIES
+from flextrain.testing import WorkerGroup
+from flextrain.testing.differences import same_numbers, same_tensors
+from flextrain.testing.loop import alone, train
+from flextrain.testing.sessions import whole_model
+
+pytestmark = pytest.mark.distributed
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": nn.functional.mse_loss(self.head(x), y)}
+
+
+class Marked(nn.Parameter):
+    """A subclass, for optimizers that look at it."""
+
+
+def clamp(model: Any) -> None:
+    model.blocks[0][0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+def halve(model: Any) -> None:
+    def hook(parameter: Any) -> None:
+        parameter.grad = parameter.grad * 0.5
+
+    model.head.bias.register_post_accumulate_grad_hook(hook)
+
+
+def mark(model: Any) -> None:
+    model.head.weight = Marked(model.head.weight.data)
+
+
+def tag(model: Any) -> None:
+    model.head.bias.kind = "bias"
+
+
+def hook_later(model: Any) -> None:
+    model.blocks[1][0].bias.register_hook(torch.zeros_like)
+
+
+def replace_later(model: Any) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach() * 0)
+
+
+def tie_later(model: Any) -> None:
+    model.blocks[1][0].weight = model.blocks[0][0].weight
+
+
+def freeze_later(model: Any) -> None:
+    model.blocks[1].requires_grad_(False)
+
+
+def hook_module_later(model: Any) -> None:
+    model.blocks[0].register_forward_hook(lambda module, args, output: output * 0.9)
+
+
+BEFORE = (clamp, halve, mark, tag)
+LATER = (hook_later, replace_later, tie_later, freeze_later, hook_module_later)
+EQUAL = ""
+REPLACED = "model: head.weight is not the parameter that the optimizer has"
+TIED = "model: blocks.1.0.weight is not the parameter that the optimizer has"
+FROZEN = "model: blocks.1.0.weight is frozen now and was trainable"
+LATE = "model.blocks.1.0.bias: has a gradient hook that was registered after set-up"
+AFTER = "model.head.bias: has a hook from register_post_accumulate_grad_hook"
+DIVIDED = {
+    clamp: "model.blocks.0.0.weight: has a gradient hook (register_hook",
+    halve: "model.head.bias: has a gradient hook (register_hook",
+    mark: "model.head.weight: is a Marked, a subclass of torch.nn.Parameter",
+}
+CHANGED = {replace_later: REPLACED, tie_later: TIED}
+SINGLE: dict[str, Any] = dict(type="SingleDeviceStrategy")
+ZERO = {halve: AFTER, hook_later: LATE, freeze_later: FROZEN, **CHANGED}
+EXPECTED: dict[str, tuple[dict[str, Any], dict[Any, str]]] = {
+    "ddp": (dict(type="DDPStrategy"), {hook_later: LATE, freeze_later: FROZEN, **CHANGED}),
+    "fsdp": (dict(type="FSDPStrategy", wrap=["Sequential"]), {**DIVIDED, hook_later: LATE, **CHANGED}),
+    **{
+        f"zero{stage}": (dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=stage)), ZERO)
+        for stage in (1, 2, 3)
+    },
+    "tp2": (dict(type="MeshStrategy", tp=2, plan={"blocks.*.0": "colwise_gather_output"}), {**DIVIDED, **CHANGED}),
+}
+FULL = pytest.mark.full
+ZEROS = [pytest.param(f"zero{stage}", marks=[pytest.mark.deepspeed, *([FULL] * (stage != 3))]) for stage in (1, 2, 3)]
+
+
+def outcome(spec: dict[str, Any], change: Callable[[Any], None], dtype: torch.dtype) -> Any:
+    """In a worker: losses, weights and the attribute after three updates of two micro-batches, or what was raised."""
+    strategy: Any = STRATEGIES.build({"device": "cpu", **spec}, "strategy")
+    generator = torch.Generator().manual_seed(1)
+    batches = [{name: torch.randn(8, n, generator=generator).to(dtype) for name, n in (("x", 4), ("y", 2))} for _ in "six"]
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    try:
+        strategy.setup_environment()
+        if change in BEFORE:
+            change(model)
+        optim = OptimWrapper(dict(type="SGD", lr=0.5, momentum=0.9), accumulative_counts=2)
+        called, optim = strategy.setup(model, optim)
+        losses = train(strategy, called, optim, [batches[:2]]).losses
+        if change in LATER:
+            change(strategy.module)
+        losses += train(strategy, called, optim, [batches[1:], batches[:2]]).losses
+        names = [name for name, p in strategy.named_parameters() if hasattr(p, "kind")]
+        return losses, whole_model(strategy), names
+    except StrategyError as error:
+        return str(error)
+    finally:
+        strategy.teardown()
+        dist.destroy_process_group()
+
+
+def compared(spec: dict[str, Any], dtype: torch.dtype) -> dict[str, str]:
+    """In a worker: what was raised for each change; raises where results are not those of one device in float64."""
+    found = {}
+    for change in (*BEFORE, *LATER):
+        with alone():
+            expected = outcome(SINGLE, change, torch.float64)
+        own = outcome(spec, change, dtype)
+        found[change.__name__] = own if isinstance(own, str) else EQUAL
+        if not isinstance(own, str):
+            tolerance = 1e-12 if dtype is torch.float64 else 1e-5
+            same_numbers(own[0], expected[0], change.__name__, tolerance)
+            weights = {name: tensor.double() for name, tensor in own[1].items()}
+            same_tensors(weights, expected[1], change.__name__, tolerance)
+            assert own[2] == expected[2]
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("tp2", marks=FULL), *ZEROS])
+def test_they_count_as_on_one_device_or_are_refused(workers2: WorkerGroup, strategy: str) -> None:
+    spec, refused = EXPECTED[strategy]
+    dtype = torch.float32 if strategy.startswith("zero") else torch.float64
+    expected = {change.__name__: refused.get(change, EQUAL) for change in (*BEFORE, *LATER)}
+    for found in workers2.run(compared, spec, dtype):
+        assert {name: text[: len(expected[name])] or text for name, text in found.items()} == expected
+
+
+def of_pipeline() -> dict[str, Any]:
+    """In a worker: the outcomes under a pipeline, beside those of one device."""
+    found = {}
+    for change in (clamp, hook_module_later):
+        with alone():
+            expected = outcome(SINGLE, change, torch.float64)
+        found[change.__name__] = outcome(dict(type="MeshStrategy", pp=2), change, torch.float64)[0], expected[0]
+    return found
+
+
+def test_a_pipeline_calls_hooks_of_what_it_has(workers2: WorkerGroup) -> None:
+    for found in workers2.run(of_pipeline):
+        for name, (losses, expected) in found.items():
+            same_numbers(losses, expected, name, 1e-12)
+
+
+def hooked_on_one() -> str:
+    return str(outcome(dict(type="DDPStrategy"), clamp if os.environ["RANK"] == "0" else tag, torch.float64))
+
+
+def test_a_hook_on_one_process_is_refused(workers2: WorkerGroup) -> None:
+    for message in workers2.run(hooked_on_one):
+        assert "blocks.0.0.weight" in message
+        assert "1 gradient hook" in message
