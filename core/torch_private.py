@@ -151,7 +151,9 @@ def hooks_after_accumulating(parameter: Tensor) -> int:
 
 def _of_users(hooks: Mapping[int, Any] | None) -> int:
     package = __name__.partition(".")[0]
-    return sum((getattr(hook, "__module__", None) or "").partition(".")[0] != package for hook in (hooks or {}).values())
+    return sum(
+        (getattr(hook, "__module__", None) or "").partition(".")[0] != package for hook in (hooks or {}).values()
+    )
 
 
 def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:

@@ -110,7 +110,9 @@ def outcome(spec: dict[str, Any], change: Callable[[Any], None], dtype: torch.dt
     """In a worker: losses, weights and the attribute after three updates of two micro-batches, or what was raised."""
     strategy: Any = STRATEGIES.build({"device": "cpu", **spec}, "strategy")
     generator = torch.Generator().manual_seed(1)
-    batches = [{name: torch.randn(8, n, generator=generator).to(dtype) for name, n in (("x", 4), ("y", 2))} for _ in "six"]
+    batches = [
+        {name: torch.randn(8, n, generator=generator).to(dtype) for name, n in (("x", 4), ("y", 2))} for _ in "six"
+    ]
     torch.manual_seed(0)
     model = Net().to(dtype)
     try:
