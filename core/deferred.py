@@ -166,7 +166,9 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def without_values(self, model: nn.Module) -> str | None:
         """Name of a buffer, or of an attribute that is no parameter, that was computed from values that there are not; or None."""
-        parameters = {storage_key(parameter) for parameter in (*self._registered, *model.parameters())}
+        parameters = {
+            storage_key(parameter) for parameter in (*self._registered, *model.parameters()) if parameter.is_meta
+        }
         for name, module in model.named_modules():
             buffers = {id(buffer) for buffer in module.buffers(recurse=False)}
             for key, value in (*module.named_buffers(recurse=False), *vars(module).items()):
