@@ -30,7 +30,6 @@ def check_real(model: nn.Module, strategy: str) -> None:
             )
 
 
-<<<<<<< HEAD
 def check_dense(model: nn.Module, strategy: str, instead: str = "choose DDPStrategy") -> None:
     """Raise StrategyError if a layer gives sparse gradients, which have no elements to divide or to join."""
     for name, module in model.named_modules():
@@ -45,7 +44,6 @@ def has_shards(parameter: nn.Parameter) -> bool:
     return parameter.ndim > 0 and parameter.numel() > 0
 
 
-=======
 def check_apart(model: nn.Module, strategy: str) -> None:
     """Raise StrategyError if two parameters begin at the same memory, as ``Parameter(other.data)`` does."""
     first: dict[tuple[int, Any], str] = {}
@@ -58,7 +56,6 @@ def check_apart(model: nn.Module, strategy: str) -> None:
             )
 
 
->>>>>>> eaae14c (Parameters in one memory are refused where they would be sharded apart)
 def check_not_quantised(model: nn.Module, strategy: str) -> None:
     """Raise StrategyError if a parameter is of a package whose tensors are more than numbers in rows."""
     for name, parameter in model.named_parameters():

@@ -27,7 +27,6 @@ from ...core.transforms import compile_in_place
 from ...optim.canonical import split_key
 from ..as_at_setup import Arranged
 from ..base import NOTHING, Strategy, kept_gradients
-from ..built_whole import built
 from ..constructing import constructed
 from ..gathering_order import GatheringOrder, message_groups
 from ..sharded_parameters import check_apart, check_dense, check_real, make_contiguous
