@@ -129,7 +129,8 @@ class Context(Axis):
             )
             self._intercepts = not self._adapted
         elif not self._is_compared["training"]:
-            self._comparison.of_training(window[0], step)
+            with _repeating():
+                self._comparison.of_training(window[0], step)
             self._compared("training")
         # A shard with fewer targets counts less; the model's own weights know that.
         factors = [1.0 if self._is_weighed else batch.factor for batch in window]
@@ -139,26 +140,15 @@ class Context(Axis):
             for batch, factor, share in zip(window, factors, shares, strict=True)
         ]
         try:
-            with self._attending(), own_random_numbers(self.layout.device_type, self.index):
-                outputs = self._run(inner, window, _Scaled(step, window, factors, self._attention))
+            with self._attending(), own_random_numbers(self.layout.device_type, self.index), _repeating():
+                outputs = inner(window, _Scaled(step, window, factors, self._attention))
         finally:
             self._attention.length = None
         return self._averaged(outputs, window)
 
-    def _run(self, inner: RunWindow, window: Sequence[Any], step: TrainStep) -> dict[str, Tensor]:
-        try:
-            return inner(window, step)
-        except ValueError as error:
-            if "context_fn" not in str(error):
-                raise
-            raise StrategyError(
-                "model: checkpoint(use_reentrant=True) would repeat attention over this process's positions only; with strategy.cp "
-                "give use_reentrant=False"
-            ) from error
-
     def evaluate(self, batch: Any, step: EvalStep, inner: Evaluate) -> Any:
         """See Axis."""
-        if not any(self._is_compared.values()):
+        if not self._is_compared["evaluation"]:
             self._comparison.of_evaluation(batch, step)
             self._compared("evaluation")
         self._attention.length = batch.shards.length
@@ -232,6 +222,20 @@ class _Scaled:
         if factor == 0:  # a mean over nothing
             return {name: torch.zeros_like(value) for name, value in logs.items()}
         return logs if factor == 1 else {name: value * factor for name, value in logs.items()}
+
+
+@contextmanager
+def _repeating() -> Iterator[None]:
+    """Context in which the older way of repeating forward, which would not repeat attention over all processes, is refused."""
+    try:
+        yield
+    except ValueError as error:
+        if "context_fn" not in str(error):
+            raise
+        raise StrategyError(
+            "model: checkpoint(use_reentrant=True) would repeat attention over this process's positions only; with strategy.cp "
+            "give use_reentrant=False"
+        ) from error
 
 
 @contextmanager
