@@ -261,8 +261,11 @@ class Following(TorchDispatchMode):
 
     def _check_counted(self, name: str, tensor: Tensor, output: Tensor, kinds: Mapping[int, Tensor]) -> None:
         """Note numbers that differ between positions and are of none: they are the same on every process."""
-        if id(tensor) in kinds or not tensor.is_floating_point() or not tensor.ndim or isinstance(tensor, DTensor):
+        if id(tensor) in kinds or not tensor.ndim or isinstance(tensor, DTensor):
             return
+        if not tensor.is_floating_point() and not tensor.is_complex():
+            return
+        tensor = torch.view_as_real(tensor).sum(-1) if tensor.is_complex() else tensor
         for other in kinds.values():
             for back in range(1, min(tensor.ndim, other.ndim) + 1):
                 size = tensor.shape[-back]
