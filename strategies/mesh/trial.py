@@ -111,7 +111,9 @@ class _Kept:
         self._module = module
         self._own = {key: value for key, value in vars(module).items() if key not in _INTERNAL}
         self._buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
-        tensors = [value for value in (*self._own.values(), *self._buffers.values()) if isinstance(value, Tensor)]
+        # Parameters without dimension, which FSDP leaves whole, may count too.
+        counters = [parameter for parameter in module.parameters(recurse=False) if not parameter.ndim]
+        tensors = [value for value in (*self._own.values(), *self._buffers.values(), *counters) if isinstance(value, Tensor)]
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
         self._containers = [(value, value.copy()) for value in self._own.values() if isinstance(value, (dict, list, set))]
 
