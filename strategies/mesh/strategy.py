@@ -121,7 +121,8 @@ class MeshStrategy(FSDPStrategy):
                 self._window = partial(axis.run_window, inner=self._window)
             if type(axis).evaluate is not Axis.evaluate:
                 self._evaluation = partial(axis.evaluate, inner=self._evaluation)
-        for axis in sorted(reversed(self._axes), key=lambda axis: not axis.outer):  # a pipeline calls the model in all contexts
+        # A pipeline calls the model in the contexts of all others.
+        for axis in (*filter(lambda axis: axis.outer, self._axes), *reversed([a for a in self._axes if not a.outer])):
             self._checks = partial(axis.check_window, inner=self._checks)
         reporting = {axis.name: axis.size - 1 if axis.reports_last else 0 for axis in self._axes if not axis.overlays}
         return layout.topology(reporting, [axis.name for axis in self._axes if axis.divides])

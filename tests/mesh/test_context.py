@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flextrain import BaseMetric, BaseModel, FlexibleRunner, MeshStrategy, OptimWrapper, SingleDeviceStrategy
+from flextrain import BaseMetric, BaseModel, FlexibleRunner, Hook, MeshStrategy, OptimWrapper, SingleDeviceStrategy
 from flextrain.core.comm import collectives as dist
 from flextrain.core.errors import ConfigError, StrategyError
 from flextrain.strategies.mesh.context import of_transformers as adapting
@@ -29,6 +29,7 @@ from flextrain.testing.sessions import load, save, whole_model
 
 from .models import LENGTH, VOCABULARY, Batch, Plain, PlainBlock, _exact_loss, of_transformers, sample
 from .parity import RECIPES, TOLERANCE, compare, data, dtype_of, reference, started
+from .tensor_models import TrainingBlock
 
 pytestmark = pytest.mark.distributed
 
@@ -410,6 +411,71 @@ def test_runner_with_two_data_shards(workers: Callable[[int], WorkerGroup], tmp_
     workers(4).run(ran_alike, dict(CP2, cp_kind="ulysses"), 2, tmp_path)
 
 
+# Refused before the hooks of the first update
+
+
+class Noting(Hook):
+    """Knows how many updates have begun."""
+
+    begun = 0
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        self.begun += 1
+
+
+class Borrowing(Plain):
+    """Its last stage computes with what the first one has."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Any = None) -> Any:
+        found: Any = super().forward(input_ids, labels)
+        return {"loss": found["loss"] + self.embed.weight.mean()}
+
+
+EARLY: dict[str, tuple[Any, Callable[[], nn.Module], str]] = {
+    "cp": (CP2, lambda: Local("neighbours"), "model.mix (Conv1d): convolution combines positions"),
+    "local": (
+        dict(MESH, tp=2, tp_kind="local", plan=PLAN),
+        lambda: Plain(TrainingBlock),
+        'strategy.tp_kind: "local" is not possible',
+    ),
+    "pp": (dict(MESH, pp=2), Borrowing, "strategy.pp: what Borrowing returns was computed from embed.weight"),
+}
+
+
+def early(kind: str, folder: Path) -> tuple[str, int]:
+    """In a worker: the error of a run, and how many updates had begun."""
+    spec, make, _ = EARLY[kind]
+    batch, hook = sample("plain", 8, 0), Noting()
+    runner = FlexibleRunner(
+        model=make(),
+        work_dir=folder,
+        strategy=dict(spec, device="cpu"),
+        train_dataloader=dict(
+            batch_size=4,
+            dataset=[{name: values[i] for name, values in batch.items()} for i in range(8)],
+            sampler=dict(type="DefaultSampler", shuffle=False),
+            collate_fn=dict(type="default_collate"),
+        ),
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=1e-3)),
+        train_cfg=dict(by_epoch=True, max_epochs=1),
+        custom_hooks=[hook],
+    )
+    try:
+        runner.train()
+    except StrategyError as error:
+        return str(error), hook.begun
+    finally:
+        runner.strategy.teardown()
+    return "", hook.begun
+
+
+@pytest.mark.parametrize("kind", EARLY)
+def test_refused_before_the_first_update_begins(workers2: WorkerGroup, kind: str, tmp_path: Path) -> None:
+    for message, begun in workers2.run(early, kind, tmp_path):
+        assert message.startswith(EARLY[kind][2])
+        assert begun == 0
+
+
 # Random numbers
 
 
@@ -633,8 +699,14 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "late": (lambda: Added(nn.Identity, _late), "its gradient differs by"),
     **{name: (functools.partial(Added, made, hidden), error) for name, (made, hidden, error) in HIDDEN.items()},
     **{name: (functools.partial(Added, nn.Identity, None, loss), error) for name, (loss, error) in LOSSES.items()},
-    "counting": (lambda: Local("counting"), "model.model (Plain): add takes numbers by position that are not the batch's"),
-    "turning": (lambda: Plain(Turning), "model.layers.0 (Turning): mul takes numbers by position that are not the batch's"),
+    "counting": (
+        lambda: Local("counting"),
+        "model.model (Plain): add takes numbers by position that are not the batch's",
+    ),
+    "turning": (
+        lambda: Plain(Turning),
+        "model.layers.0 (Turning): mul takes numbers by position that are not the batch's",
+    ),
     "alone": (lambda: Local("alone"), "model: calls neither scaled_dot_product_attention nor transformers' attention"),
     "shifting": (
         lambda: Local("shifting"),
@@ -772,6 +844,7 @@ def broken(fault: str, is_compared: bool) -> str:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_broken_on_purpose(workers2: WorkerGroup, fault: str) -> None:
     for error in workers2.run(broken, fault, True):
-        assert error.startswith("StrategyError: model") and "strategy.cp=2" in error
+        assert error.startswith("StrategyError: model")
+        assert "strategy.cp=2" in error
     for error in workers2.run(broken, fault, False):
         assert error.startswith("CheckFailedError: the loss of update")

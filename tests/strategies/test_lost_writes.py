@@ -51,7 +51,13 @@ class Follows(nn.Module):
         return {"loss": (hidden - self.target(hidden).detach()).pow(2).mean()}
 
 
-WRITES = {"data": "target.weight", "in place": "target.weight", "another order": "target.weight", "norms": "table.weight", "none": ""}
+WRITES = {
+    "data": "target.weight",
+    "in place": "target.weight",
+    "another order": "target.weight",
+    "norms": "table.weight",
+    "none": "",
+}
 
 
 def raised() -> dict[str, str]:

@@ -14,9 +14,9 @@ from ....core.comm import collectives as dist
 from ....core.errors import StrategyError
 from ....core.torch_private import tree_flatten
 from ...steps import EvalStep, TrainStep
-from ..trial import differentiated, differing, trying
+from ..first_batch import differentiated, differing, trying
 from .batches import CutBatch, SequenceBatches
-from .following import Following
+from .mixed_positions import MixedPositions
 from .interception import Interception
 from .of_transformers import TransformersModel
 from .outputs import gather_outputs
@@ -36,7 +36,7 @@ class OneProcessComparison:
     """Runs some positions of the first batch on every process alone and on all together, in the mode that the model is in.
 
     In training the loss and the gradient of every parameter are compared. Before that, positions are followed through the
-    operations of forward: what combines them beside attention is found however little it changes, see Following.
+    operations of forward: what combines them beside attention is found however little it changes, see MixedPositions.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class OneProcessComparison:
         return self._batches.excerpt(batch.whole, POSITIONS * self._mesh.size())
 
     def _follow(self, cut: CutBatch, run: Callable[[], Any]) -> None:
-        self._following = Following(self._model, lambda: any(adapted.is_in_loss for adapted in self._adapted))
+        self._following = MixedPositions(self._model, lambda: any(adapted.is_in_loss for adapted in self._adapted))
         for key, dim in cut.dims.items():
             self._following.mark(cut[key], dim)
         self._attention.is_apart = True

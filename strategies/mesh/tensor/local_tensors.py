@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ....core.errors import StrategyError
 from ....core.torch_private import tree_flatten
 from ....core.trees import tree_map_only
-from ..trial import differentiated, differing, trying
+from ..first_batch import differentiated, differing, trying
 from .random_numbers import drawing_apart
 from .replaced_functions import backward_within
 from .styles import Style, input_dim
@@ -141,7 +141,9 @@ class LocalTensors:
                 raise StrategyError(f"{_ADVICE} {name} is computed differently from one device")
         if gradients:
             exact, local = gradients
-            for name in [name for name in exact if name not in self._planned]:  # in both ways, the gradient of what a process has of its inputs
+            for name in [
+                name for name in exact if name not in self._planned
+            ]:  # in both ways, the gradient of what a process has of its inputs
                 torch.distributed.all_reduce(exact[name].copy_(local[name]), group=self._mesh.get_group())
                 exact[name] /= self._mesh.size()
             parameter = next(self._model.parameters())

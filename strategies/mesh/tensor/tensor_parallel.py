@@ -70,7 +70,9 @@ class TensorParallel(Axis):
         if isinstance(config.plan, Mapping) and config.plan_example is not None:
             raise ConfigError("strategy.plan_example: has no effect beside strategy.plan, leave one of them out")
         if config.pp != 1 and config.tp_kind == "local":
-            raise ConfigError(f'strategy.tp_kind: "local" is not possible with strategy.pp={config.pp}; choose "dtensor"')
+            raise ConfigError(
+                f'strategy.tp_kind: "local" is not possible with strategy.pp={config.pp}; choose "dtensor"'
+            )
         if config.sequence_parallel and config.tp_kind == "local":
             raise ConfigError('strategy.sequence_parallel: True needs strategy.tp_kind="dtensor"')
 

@@ -113,9 +113,13 @@ class _Kept:
         self._buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
         # Parameters without dimension, which FSDP leaves whole, may count too.
         counters = [parameter for parameter in module.parameters(recurse=False) if not parameter.ndim]
-        tensors = [value for value in (*self._own.values(), *self._buffers.values(), *counters) if isinstance(value, Tensor)]
+        tensors = [
+            value for value in (*self._own.values(), *self._buffers.values(), *counters) if isinstance(value, Tensor)
+        ]
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
-        self._containers = [(value, value.copy()) for value in self._own.values() if isinstance(value, (dict, list, set))]
+        self._containers = [
+            (value, value.copy()) for value in self._own.values() if isinstance(value, (dict, list, set))
+        ]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -181,7 +185,11 @@ def _bernoulli_(values: dict[str, Any]) -> Any:
 
 
 def _bernoulli(values: dict[str, Any]) -> Any:
-    return torch.ones_like(values["self"]) if values.get("p") is not None else (values["self"] >= 0.5).to(values["self"].dtype)
+    return (
+        torch.ones_like(values["self"])
+        if values.get("p") is not None
+        else (values["self"] >= 0.5).to(values["self"].dtype)
+    )
 
 
 def _largest(values: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Following: positions through the operations of a forward, to find what combines several of them beside attention."""
+"""MixedPositions: follows positions through the operations of a forward, to find what combines several of them beside attention."""
 
 from __future__ import annotations
 
@@ -24,8 +24,23 @@ _FILLED = (*_MADE, "zeros_like", "ones_like", "full_like", "new_zeros", "new_one
            "randn_like", "randint_like", "bernoulli_", "uniform_", "normal_", "exponential_")  # fmt: skip
 _COUNTED = ("histc", "bincount", "unique_consecutive", "unique_dim", "_unique2", "_unique", "equal")
 _SUMS = ("sum", "mean", "nansum")
-_LINEAR = ("add", "sub", "rsub", "neg", "mul", "div", "_to_copy", "clone", "copy", "cat", "stack", "where", "lerp", *_SUMS)
-_ELEMENTWISE = ("_to_copy", "clone", "copy", "native_dropout", "where", "masked_fill", "lift_fresh", "_conj", "nan_to_num",
+_LINEAR = (
+    "add",
+    "sub",
+    "rsub",
+    "neg",
+    "mul",
+    "div",
+    "_to_copy",
+    "clone",
+    "copy",
+    "cat",
+    "stack",
+    "where",
+    "lerp",
+    *_SUMS,
+)
+_ELEMENTWISE = ("_to_copy", "clone", "copy", "native_dropout", "where", "masked_fill", "lift_fresh", "nan_to_num",
                 "all_reduce", "allreduce", "wait_tensor", "polar", "complex")  # fmt: skip
 _OF_A_DIM = ("argmax", "argmin", "any", "all", "amax", "amin", "aminmax", "count_nonzero")
 _COUNTS = ("max", "min", "prod", *_OF_A_DIM, *_SUMS)
@@ -34,7 +49,7 @@ _SCATTERING = ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_p
 _CUT = ("slice", "select", "index", "index_select")
 
 
-class Following(TorchDispatchMode):
+class MixedPositions(TorchDispatchMode):
     """Follows which positions the numbers of a forward depend on.
 
     Positions are of two kinds. Beside each byte of memory stands of which kinds are the positions that it depends on: views
@@ -56,7 +71,9 @@ class Following(TorchDispatchMode):
         self.found: str | None = None
         self._names = {id(module): name for name, module in model.named_modules()}
         self._path: list[str] = []
-        self._memory: dict[int, tuple[Any, Tensor]] = {}  # storages, kept so that no other gets their key; kinds by byte
+        self._memory: dict[
+            int, tuple[Any, Tensor]
+        ] = {}  # storages, kept so that no other gets their key; kinds by byte
         self._unwritten: dict[int, Any] = {}
 
     def mark(self, tensor: Tensor, dim: int) -> None:
@@ -112,7 +129,12 @@ class Following(TorchDispatchMode):
             if kinds and name in _CUT:
                 self._check_cut(name, given, outputs[0], kinds)
             return out
-        if space == "aten" and not changes and name not in _FILLED and any(self._key(t) in self._unwritten for t in inputs):
+        if (
+            space == "aten"
+            and not changes
+            and name not in _FILLED
+            and any(self._key(t) in self._unwritten for t in inputs)
+        ):
             self._note("a kernel that cannot be followed", "may combine positions of a sequence")
         if name in _MADE and outputs[0].numel():
             self._unwritten[self._key(outputs[0])] = outputs[0]
@@ -123,7 +145,9 @@ class Following(TorchDispatchMode):
         name = name.rstrip("_") if is_mutable(func) else name
         after = self._after(func, name, given, inputs, outputs, kinds, args, kwargs)
         if is_computed := any(
-            bool((kinds[id(tensor)] & _COMPUTED).any()) if id(tensor) in kinds else tensor.is_floating_point() and tensor.ndim
+            bool((kinds[id(tensor)] & _COMPUTED).any())
+            if id(tensor) in kinds
+            else tensor.is_floating_point() and tensor.ndim
             for tensor in inputs
         ):
             after = [found | (found != 0) * _COMPUTED for found in after]
@@ -149,14 +173,18 @@ class Following(TorchDispatchMode):
             for tensor in inputs:
                 self._check_counted(name, tensor, outputs[0], kinds)
                 found = _join(found, _of(tensor, kinds))
-            return [found if found.shape == output.shape else start for output, start in zip(outputs, none, strict=True)]
+            return [
+                found if found.shape == output.shape else start for output, start in zip(outputs, none, strict=True)
+            ]
         if "reduction" in given:
             return self._of_loss(name, given, kinds, none)
         if name in _OF_A_DIM:
             return [_any(kinds[id(inputs[0])], given.get("dim"), bool(given.get("keepdim"))) for _ in outputs]
         if name in _ORDERED and given.get("dim") is not None:
             before, dim = kinds[id(inputs[0])], given["dim"]
-            if name == "sort" and not inputs[0].is_floating_point():  # the same rows in another order, such as by expert
+            if (
+                name == "sort" and not inputs[0].is_floating_point()
+            ):  # the same rows in another order, such as by expert
                 return [before.gather(dim, outputs[1].long()), none[1]]
             found = _any(before, dim, True)
             return [(found if start.ndim == found.ndim else found.squeeze(dim)).expand(start.shape) for start in none]
@@ -197,7 +225,9 @@ class Following(TorchDispatchMode):
         after = [torch.zeros(output.shape, dtype=torch.uint8, device=output.device) for output in outputs]
         known = [False] * len(outputs)
         values = arguments_of(func, args, kwargs)
-        named = {id(value) for key in ("index", "indices", "offs", "offsets") for value in tree_flatten(values.get(key))[0]}
+        named = {
+            id(value) for key in ("index", "indices", "offs", "offsets") for value in tree_flatten(values.get(key))[0]
+        }
         for kind in (1, 2):
 
             def stand_in(tensor: Tensor, kind: int = kind) -> Tensor:
@@ -210,7 +240,9 @@ class Following(TorchDispatchMode):
                 return made if own is None else made.masked_fill((own & kind) != 0, torch.nan)
 
             try:
-                result = func(*tree_map_only(Tensor, stand_in, tuple(args)), **tree_map_only(Tensor, stand_in, dict(kwargs)))
+                result = func(
+                    *tree_map_only(Tensor, stand_in, tuple(args)), **tree_map_only(Tensor, stand_in, dict(kwargs))
+                )
             except Exception:  # it takes no such numbers, and is taken to combine all that it is given
                 known = [False] * len(outputs)
                 break
@@ -245,7 +277,9 @@ class Following(TorchDispatchMode):
         """Note an operation that combines positions, unless it sums numbers for the loss."""
         if not any(map(_mixes, after)):
             return
-        numbers = {id(tensor) for tensor in inputs if id(tensor) in kinds and bool((kinds[id(tensor)] & _COMPUTED).any())}
+        numbers = {
+            id(tensor) for tensor in inputs if id(tensor) in kinds and bool((kinds[id(tensor)] & _COMPUTED).any())
+        }
         sums = {id(tensor) for tensor in inputs if id(tensor) in kinds and _mixes(kinds[id(tensor)])}
         if not sums:
             if name in _COUNTS and not (is_computed and any(t.is_floating_point() for t in inputs if id(t) in kinds)):
@@ -256,7 +290,11 @@ class Following(TorchDispatchMode):
         elif not any(output.is_floating_point() or output.is_complex() for output in outputs) and numbers <= sums:
             for found in after:
                 found.zero_()
-        elif name not in _LINEAR or (name == "mul" and len(numbers) > 1) or (name == "div" and id(inputs[-1]) in kinds and len(inputs) > 1):
+        elif (
+            name not in _LINEAR
+            or (name == "mul" and len(numbers) > 1)
+            or (name == "div" and id(inputs[-1]) in kinds and len(inputs) > 1)
+        ):
             self._note(name)
 
     def _check_counted(self, name: str, tensor: Tensor, output: Tensor, kinds: Mapping[int, Tensor]) -> None:
@@ -268,10 +306,14 @@ class Following(TorchDispatchMode):
         tensor = torch.view_as_real(tensor).sum(-1) if tensor.is_complex() else tensor
         for other in kinds.values():
             for back in range(1, min(tensor.ndim, other.ndim) + 1):
-                size = tensor.shape[-back]
-                if size > 1 and size == other.shape[-back] and bool((other.amax(-back) != other.amin(-back)).any()):
-                    if bool((tensor.amax(-back) != tensor.amin(-back)).any()):
-                        self._note(name, "takes numbers by position that are not the batch's, and each process has other positions")
+                if (
+                    output.shape[-back] == tensor.shape[-back] == other.shape[-back]
+                    and bool((other.amax(-back) != other.amin(-back)).any())
+                    and bool((tensor.amax(-back) != tensor.amin(-back)).any())
+                ):
+                    self._note(
+                        name, "takes numbers by position that are not the batch's, and each process has other positions"
+                    )
 
     def _check_cut(self, name: str, given: Mapping[str, Any], part: Tensor, kinds: Mapping[int, Tensor]) -> None:
         """Note an operation that takes some positions: which these are in the sequence depends on the process."""
@@ -279,7 +321,9 @@ class Following(TorchDispatchMode):
         own = kinds.get(id(source))
         if own is None or part.numel() >= source.numel() or self._may_cut():
             return
-        dims = [given["dim"]] if "dim" in given else [at for at, index in enumerate(given["indices"]) if index is not None]
+        dims = (
+            [given["dim"]] if "dim" in given else [at for at, index in enumerate(given["indices"]) if index is not None]
+        )
         if len(kinds) > 1 and "dim" not in given:  # chosen by what each position has itself, such as its label
             return
         if any(bool((own.amax(dim) != own.amin(dim)).any()) for dim in dims):
