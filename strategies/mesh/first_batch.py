@@ -35,7 +35,7 @@ def trying(model: nn.Module) -> Iterator[None]:
         parameter.grad = None
     kept = [_Kept(module) for module in model.modules()]
     try:
-        with kept_random_state(device), without_compiling(), _lifted(model), _Constants():
+        with kept_random_state(device), without_compiling(), _lifted(model), _Constants():  # type: ignore[no-untyped-call]
             yield
     finally:
         for module in model.modules():
@@ -153,7 +153,7 @@ def _lifted(model: nn.Module) -> Iterator[None]:
             local.copy_(values)
 
 
-class _Constants(TorchDispatchMode):
+class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context in which whatever is drawn is the same number: nothing is dropped, and noise is a constant."""
 
     def __torch_dispatch__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +15,11 @@ from ....core.comm import collectives as dist
 from ....core.errors import StrategyError
 from ....core.torch_private import tree_flatten
 from ...steps import EvalStep, TrainStep
+from ..experts.token_dispatch import Dispatch
 from ..first_batch import differentiated, differing, trying
 from .batches import CutBatch, SequenceBatches
-from .mixed_positions import MixedPositions
 from .interception import Interception
+from .mixed_positions import MixedPositions
 from .of_transformers import TransformersModel
 from .outputs import gather_outputs
 from .sequence_attention import SequenceAttention
@@ -51,6 +53,10 @@ class OneProcessComparison:
     ) -> None:
         self._model, self._batches, self._attention = model, batches, attention
         self._adapted, self._interception, self._mesh, self._is_weighed = adapted, interception, mesh, is_weighed
+        forwards = (vars(module).get("forward") for module in model.modules())
+        # One that is recomputed in backward stands in a partial.
+        own = (forward.args[0] if isinstance(forward, functools.partial) else forward for forward in forwards)
+        self._dispatches = [each for each in own if isinstance(each, Dispatch)]
 
     def of_training(self, batch: CutBatch, step: TrainStep) -> None:
         """Compare the loss and its gradients; a collective of all processes.
@@ -119,7 +125,7 @@ class OneProcessComparison:
         return self._batches.excerpt(batch.whole, POSITIONS * self._mesh.size())
 
     def _follow(self, cut: CutBatch, run: Callable[[], Any]) -> None:
-        self._following = MixedPositions(self._model, lambda: any(adapted.is_in_loss for adapted in self._adapted))
+        self._following = MixedPositions(self._model, self._may_cut)
         for key, dim in cut.dims.items():
             self._following.mark(cut[key], dim)
         self._attention.is_apart = True
@@ -131,6 +137,10 @@ class OneProcessComparison:
                     differentiated(self._model, result * 0.0)  # FSDP waits for it
         finally:
             self._attention.is_apart = False
+
+    def _may_cut(self) -> bool:
+        """Whether what runs may take some positions: a loss that shifts labels, and the sending of tokens to experts."""
+        return any(adapted.is_in_loss for adapted in self._adapted) or any(each.is_running for each in self._dispatches)
 
     def _raise_found(self) -> None:
         """Raise on all processes, whichever has found something."""

@@ -19,27 +19,14 @@ _PATTERN = (1, 2, 2, 2, 1, 2, 1, 1, 2, 1, 2, 2, 1, 1, 1, 2)
 """The kind of each position, 1 or 2, in an order that no shift and no reversal repeats."""
 _BOTH, _COMPUTED = 3, 4
 _COLLECTIVES = ("c10d", "_c10d_functional", "fsdp")
+_SENDING = ("allgather", "_allgather", "broadcast", "gather", "scatter")
 _MADE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _FILLED = (*_MADE, "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "zero_", "fill_", "rand_like",
            "randn_like", "randint_like", "bernoulli_", "uniform_", "normal_", "exponential_")  # fmt: skip
 _COUNTED = ("histc", "bincount", "unique_consecutive", "unique_dim", "_unique2", "_unique", "equal")
 _SUMS = ("sum", "mean", "nansum")
-_LINEAR = (
-    "add",
-    "sub",
-    "rsub",
-    "neg",
-    "mul",
-    "div",
-    "_to_copy",
-    "clone",
-    "copy",
-    "cat",
-    "stack",
-    "where",
-    "lerp",
-    *_SUMS,
-)
+_LINEAR = ("add", "sub", "rsub", "neg", "mul", "div", "_to_copy", "clone", "copy", "cat", "stack", "where", "lerp",
+           *_SUMS)  # fmt: skip
 _ELEMENTWISE = ("_to_copy", "clone", "copy", "native_dropout", "where", "masked_fill", "lift_fresh", "nan_to_num",
                 "all_reduce", "allreduce", "wait_tensor", "polar", "complex")  # fmt: skip
 _OF_A_DIM = ("argmax", "argmin", "any", "all", "amax", "amin", "aminmax", "count_nonzero")
@@ -49,7 +36,7 @@ _SCATTERING = ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_p
 _CUT = ("slice", "select", "index", "index_select")
 
 
-class MixedPositions(TorchDispatchMode):
+class MixedPositions(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows which positions the numbers of a forward depend on.
 
     Positions are of two kinds. Beside each byte of memory stands of which kinds are the positions that it depends on: views
@@ -71,9 +58,8 @@ class MixedPositions(TorchDispatchMode):
         self.found: str | None = None
         self._names = {id(module): name for name, module in model.named_modules()}
         self._path: list[str] = []
-        self._memory: dict[
-            int, tuple[Any, Tensor]
-        ] = {}  # storages, kept so that no other gets their key; kinds by byte
+        # Storages, kept so that no other gets their key, and kinds by byte.
+        self._memory: dict[int, tuple[Any, Tensor]] = {}
         self._unwritten: dict[int, Any] = {}
 
     def mark(self, tensor: Tensor, dim: int) -> None:
@@ -116,14 +102,14 @@ class MixedPositions(TorchDispatchMode):
         memory = {self._key(tensor) for tensor in inputs}
         out = func(*args, **kwargs)
         outputs = [value for value in tree_flatten(out)[0] if isinstance(value, Tensor)]
-        if name.startswith("alltoall"):
+        if space == "c10d" and (name.startswith("alltoall") or (kinds and name.startswith(_SENDING))):
             self._exchange(func, args, kwargs, inputs)
             return out
         changes = is_mutable(func) or space in _COLLECTIVES
         if changes:
             for tensor in (*inputs, *outputs):
                 self._unwritten.pop(self._key(tensor), None)
-        if space in _COLLECTIVES[1:] and not kinds:
+        if not outputs or (space in _COLLECTIVES[1:] and not kinds):
             return out
         if not changes and outputs and all(self._key(output) in memory for output in outputs):
             if kinds and name in _CUT:
@@ -140,9 +126,10 @@ class MixedPositions(TorchDispatchMode):
             self._unwritten[self._key(outputs[0])] = outputs[0]
         if not kinds:
             for output in outputs:
-                self._memory.pop(self._key(output), None)
+                if (key := self._key(output)) not in memory:
+                    self._memory.pop(key, None)
             return out
-        name = name.rstrip("_") if is_mutable(func) else name
+        name = name.rstrip("_") if changes else name
         after = self._after(func, name, given, inputs, outputs, kinds, args, kwargs)
         if is_computed := any(
             bool((kinds[id(tensor)] & _COMPUTED).any())
@@ -176,15 +163,16 @@ class MixedPositions(TorchDispatchMode):
             return [
                 found if found.shape == output.shape else start for output, start in zip(outputs, none, strict=True)
             ]
-        if "reduction" in given:
-            return self._of_loss(name, given, kinds, none)
+        if "reduction" in given and "target" in given:
+            of_loss = self._of_loss(name, given, kinds, none)
+            if of_loss is not None:
+                return of_loss
         if name in _OF_A_DIM:
             return [_any(kinds[id(inputs[0])], given.get("dim"), bool(given.get("keepdim"))) for _ in outputs]
         if name in _ORDERED and given.get("dim") is not None:
             before, dim = kinds[id(inputs[0])], given["dim"]
-            if (
-                name == "sort" and not inputs[0].is_floating_point()
-            ):  # the same rows in another order, such as by expert
+            # Whole numbers: the same rows in another order, such as by expert.
+            if name == "sort" and not inputs[0].is_floating_point():
                 return [before.gather(dim, outputs[1].long()), none[1]]
             found = _any(before, dim, True)
             return [(found if start.ndim == found.ndim else found.squeeze(dim)).expand(start.shape) for start in none]
@@ -205,15 +193,20 @@ class MixedPositions(TorchDispatchMode):
 
     def _of_loss(
         self, name: str, given: Mapping[str, Any], kinds: Mapping[int, Tensor], none: list[Tensor]
-    ) -> list[Tensor]:
-        """A loss of pairs of numbers, of which each pair has to be of one position."""
+    ) -> list[Tensor] | None:
+        """A loss of pairs of numbers, of which each pair has to be of one position; None: it is of something else."""
         own, target = (_of(given[key], kinds) for key in ("input" if "input" in given else "self", "target"))
         if name.startswith("nll_loss") and own.ndim:
             own = _any(own, 1 if own.ndim > 1 else 0, False)
+        if own.shape != target.shape:
+            return None
         of_pairs = _join(own, target)
         if _mixes(of_pairs) and not (_mixes(own) or _mixes(target)):
             self._note(name)
-        return [of_pairs if of_pairs.shape == none[0].shape else _any(of_pairs, None, False), *none[1:]]
+        return [
+            of_pairs if of_pairs.shape == none[0].shape else _any(of_pairs, None, False),
+            *none[1:],
+        ]  # then a weight
 
     def _tried(
         self, func: Any, outputs: Sequence[Tensor], kinds: Mapping[int, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
