@@ -783,19 +783,30 @@ def refused(models: Mapping[str, Callable[[], nn.Module]]) -> dict[str, str]:
     return found
 
 
-def _refused_wrong() -> dict[str, str]:
-    return refused({name: make for name, (make, _) in WRONG.items()})
+RELATIVES = ("recurrence", "statistics", "pooling", "scan", "centre", "roll", "expert choice", "own positions", "pairs", "variance",
+             "last position")  # fmt: skip
+
+
+def _refused_wrong(names: Sequence[str]) -> dict[str, str]:
+    return refused({name: WRONG[name][0] for name in names})
 
 
 def _refused_right() -> dict[str, str]:
     return refused(RIGHT)
 
 
-def test_refused_at_the_first_batch(workers2: WorkerGroup) -> None:
-    for found in workers2.run(_refused_wrong):
-        assert {name: message in found.get(name, "") for name, (_, message) in WRONG.items()} == dict.fromkeys(
-            WRONG, True
-        )
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([name for name in WRONG if name not in RELATIVES], id="causes"),
+        pytest.param(RELATIVES, id="relatives", marks=FULL),
+    ],
+)
+def test_refused_at_the_first_batch(workers2: WorkerGroup, names: Sequence[str]) -> None:
+    for found in workers2.run(_refused_wrong, names):
+        assert {
+            name: message in found.get(name, "") for name, message in ((name, WRONG[name][1]) for name in names)
+        } == dict.fromkeys(names, True)
         assert not any("\n" in message for message in found.values())
 
 
