@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-=======
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
->>>>>>> 83a952f (First batches are checked before the hooks of the first update, and local tensors in training mode and backward)
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,11 +44,7 @@ class TensorParallel(Axis):
     fast = True
     _local: LocalTensors | None = None
     _own: OwnPlanShards | None = None
-<<<<<<< HEAD
-    _is_running = _is_updating = _has_logits = False
-=======
-    _is_running = _is_updating = _is_evaluation_verified = False
->>>>>>> 83a952f (First batches are checked before the hooks of the first update, and local tensors in training mode and backward)
+    _is_running = _is_updating = _has_logits = _is_evaluation_verified = False
 
     def __init__(self, config: MeshConfig, layout: Layout) -> None:
         super().__init__(config, layout)
