@@ -71,6 +71,11 @@ def arguments_of(operation: Any, args: Iterable[Any], kwargs: Mapping[str, Any])
     return {**given, **dict(zip((argument.name for argument in declared), args, strict=False)), **kwargs}
 
 
+def is_mutable(operation: Any) -> bool:
+    """Whether an operation that a TorchDispatchMode sees changes one of its arguments. 2.6, 2.15."""
+    return bool(operation._schema.is_mutable)
+
+
 def wrapper_subclass(cls: type[Tensor], shape: Iterable[int], like: Tensor) -> Any:
     """A tensor of class ``cls`` without memory of its own. 2.6, 2.15."""
     return Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=like.dtype, device=like.device)

@@ -269,6 +269,12 @@ class Strategy(WholeWeights):
         """Return the context for forward and backward of a micro-batch; it reduces gradients only if ``enabled``."""
         return NOTHING
 
+    def check_window(self, window: Sequence[Any], step: TrainStep) -> None:
+        """Raise StrategyError for a model that this strategy would train wrongly; once, for the window of the first update.
+
+        Called before the hooks of that update. Nothing of it remains: no gradient, no state, no random number.
+        """
+
     def run_window(self, window: Sequence[Any], step: TrainStep) -> dict[str, Tensor]:
         """Run forward and backward of the micro-batches of one update, but not the update itself.
 

@@ -184,6 +184,15 @@ class Stepper:
         with gathering_refused(_NO_FILLER.format(type(self.strategy).__name__)):
             return self._run_window(window, self)
 
+    def check(self, window: list[Any], counted: Counted | None = None) -> None:
+        """Let the strategy refuse what it would train wrongly, before anything of the first update happens; see ``train``."""
+        self.counted = counted
+        if self._split is not None:
+            window = [self._split(batch) for batch in window]
+        if (shares := self._shares_of(window)) is not None:
+            self.shares = shares
+            self.strategy.check_window(window, self)
+
     def _shares_of(self, window: list[Any]) -> Sequence[float | None] | None:
         """Return the loss factor of each micro-batch, None for 1; None if no item of the window counts in the loss."""
         size = len(window)

@@ -73,6 +73,7 @@ class TrainLoop(BaseLoop):
         self._has_tried = False  # True after the dry pass
         self.waited_s = 0.0
         """Seconds in which ``batches`` has waited for data so far."""
+        self._is_checked = False  # True after the strategy's check of the first window
         self._ahead = 0  # updates gained over epochs of constant length, after resuming
         later = sorted(dynamic_intervals or ())
         self._milestones = [0, *(begin for begin, _ in later)]
@@ -205,9 +206,12 @@ class TrainLoop(BaseLoop):
             idx, data_batch = self._index, idx
         runner = self._runner
         hooks = runner.hook_calls
+        window = [data_batch] if self.data.accumulate == 1 else data_batch
+        if not self._is_checked:
+            self._is_checked = True
+            runner.stepper.check(window, self.data.counted)
         for hook in hooks.before_train_iter:
             hook(runner, idx, data_batch)
-        window = [data_batch] if self.data.accumulate == 1 else data_batch
         counted = self.data.counted
         if (
             self._means is not None

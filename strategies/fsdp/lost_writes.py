@@ -44,7 +44,7 @@ def watch_first_forward(unit: nn.Module, names: dict[int, str]) -> None:
         found = _sums(keys, names)
         # A tied one that another unit gathers is another tensor by now.
         same = [name for name, (parameter, _) in sums.items() if found[name][0] is parameter]
-        changed = torch.stack([found[name][1] != sums[name][1] for name in same]).tolist() if same else []
+        changed = torch.stack([(found[name][1] != sums[name][1]).any() for name in same]).tolist() if same else []
         for name, is_changed in zip(same, changed, strict=True):
             if is_changed:
                 raise StrategyError(
@@ -65,7 +65,9 @@ def _sums(keys: Sequence[tuple[nn.Module, str]], names: dict[int, str]) -> dict[
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if local.ndim and local.numel() and local.dtype.itemsize in _WORDS:
             name = f"{names.get(id(module), '')}.{key}".lstrip(".")
-            found[name] = (parameter, local.detach().contiguous().view(_WORDS[local.dtype.itemsize]).sum())
+            words = local.detach().contiguous().view(-1).view(_WORDS[local.dtype.itemsize])
+            # Also of every second word, and of every third: the same values in another order have the same sum.
+            found[name] = (parameter, torch.stack([words[::step].sum() for step in (1, 2, 3)]))
     return found
 
 

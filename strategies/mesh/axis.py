@@ -15,6 +15,7 @@ from .config import MeshConfig
 from .layout import Layout
 
 RunWindow = Callable[[Sequence[Any], TrainStep], dict[str, Tensor]]
+CheckWindow = Callable[[Sequence[Any], TrainStep], None]
 Evaluate = Callable[[Any, EvalStep], Any]
 
 
@@ -88,6 +89,10 @@ class Axis:
     def split(self, batch: Any) -> Any:
         """Return this process's part of a batch."""
         return batch
+
+    def check_window(self, window: Sequence[Any], step: TrainStep, inner: CheckWindow) -> None:
+        """Raise StrategyError for a model that cannot be trained, see ``Strategy.check_window``; ``inner``: that of the others."""
+        inner(window, step)
 
     def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
         """Run forward and backward of an update, see ``Strategy.run_window``; ``inner`` is that of the other axes."""

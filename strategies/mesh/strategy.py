@@ -19,7 +19,7 @@ from ...core.registry import STRATEGIES
 from ..fsdp import FSDPStrategy
 from ..state import Optim
 from ..steps import EvalStep, TrainStep
-from .axis import Axis, Evaluate, RunWindow
+from .axis import Axis, CheckWindow, Evaluate, RunWindow
 from .config import MeshConfig
 from .context import Context
 from .experts import ExpertParallel
@@ -65,6 +65,8 @@ class MeshStrategy(FSDPStrategy):
         self._axes: list[Axis] = []
         self._chosen: list[nn.Module] = []  # submodules of the whole model that are FSDP units
         self._window: RunWindow = super().run_window
+        self._checks: CheckWindow = super().check_window
+        self._is_checked = False
         self._evaluation: Evaluate = super().evaluate
 
     @classmethod
@@ -119,6 +121,9 @@ class MeshStrategy(FSDPStrategy):
                 self._window = partial(axis.run_window, inner=self._window)
             if type(axis).evaluate is not Axis.evaluate:
                 self._evaluation = partial(axis.evaluate, inner=self._evaluation)
+        # A pipeline calls the model in the contexts of all others.
+        for axis in (*filter(lambda axis: axis.outer, self._axes), *reversed([a for a in self._axes if not a.outer])):
+            self._checks = partial(axis.check_window, inner=self._checks)
         reporting = {axis.name: axis.size - 1 if axis.reports_last else 0 for axis in self._axes if not axis.overlays}
         return layout.topology(reporting, [axis.name for axis in self._axes if axis.divides])
 
@@ -197,7 +202,15 @@ class MeshStrategy(FSDPStrategy):
 
     def run_window(self, window: Sequence[Any], step: TrainStep) -> dict[str, Tensor]:
         """See Strategy."""
+        if not self._is_checked:  # a loop of the user's may not have called it
+            self.check_window(window, step)
         return self._window(window, step)
+
+    def check_window(self, window: Sequence[Any], step: TrainStep) -> None:
+        """See Strategy."""
+        if not self._is_checked:
+            self._checks(window, step)
+            self._is_checked = True
 
     def evaluate(self, batch: Any, step: EvalStep) -> Any:
         """See Strategy."""
@@ -217,4 +230,5 @@ class MeshStrategy(FSDPStrategy):
             axis.release()
         super().teardown()
         self._layout, self._axes, self._chosen = None, [], []
-        self._window, self._evaluation = super().run_window, super().evaluate
+        self._window, self._evaluation, self._checks = super().run_window, super().evaluate, super().check_window
+        self._is_checked = False

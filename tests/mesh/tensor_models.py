@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .models import LENGTH, MODELS, VOCABULARY, Plain
+from .models import LENGTH, MODELS, VOCABULARY, Plain, PlainBlock
 
 
 class ChunkedBlock(nn.Module):
@@ -49,6 +49,31 @@ class SilentBlock(ChunkedBlock):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__(width, heads, dropout)
         nn.init.zeros_(self.out.weight)
+
+
+class SharedNormBlock(PlainBlock):
+    """Heads that share a scale: right on some heads, whose gradients of it are not those of all."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__(width, heads, dropout)
+        self.of_queries = nn.LayerNorm(self.head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        q, k, v = (f(h).unflatten(-1, (-1, self.head)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        mixed = functional.scaled_dot_product_attention(self.of_queries(q), k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class TrainingBlock(PlainBlock):
+    """Reads a whole width, in training only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = functional.gelu(self.up(self.norm2(x)))
+        if self.training:
+            hidden = hidden / hidden.norm(dim=-1, keepdim=True)
+        return super().forward(x) + self.down(hidden)
 
 
 class Odd(nn.Module):
@@ -99,6 +124,8 @@ class Attending(nn.Module):
 
 MODELS["chunked"] = functools.partial(Plain, ChunkedBlock)
 MODELS["silent"] = functools.partial(Plain, SilentBlock)
+MODELS["shared_norm"] = functools.partial(Plain, SharedNormBlock)
+MODELS["in_training"] = functools.partial(Plain, TrainingBlock)
 MODELS["split"] = functools.partial(Plain, functools.partial(ChunkedBlock, split=True))
 MODELS["dropping"] = functools.partial(Plain, dropout=0.3)
 MODELS["dropping_heads"] = functools.partial(Plain, ChunkedBlock, dropout=0.3)

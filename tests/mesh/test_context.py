@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flextrain import BaseMetric, BaseModel, FlexibleRunner, MeshStrategy, OptimWrapper, SingleDeviceStrategy
+from flextrain import BaseMetric, BaseModel, FlexibleRunner, Hook, MeshStrategy, OptimWrapper, SingleDeviceStrategy
 from flextrain.core.comm import collectives as dist
 from flextrain.core.errors import ConfigError, StrategyError
 from flextrain.strategies.mesh.context import of_transformers as adapting
@@ -29,6 +29,7 @@ from flextrain.testing.sessions import load, save, whole_model
 
 from .models import LENGTH, VOCABULARY, Batch, Plain, PlainBlock, _exact_loss, of_transformers, sample
 from .parity import RECIPES, TOLERANCE, compare, data, dtype_of, reference, started
+from .tensor_models import TrainingBlock
 
 pytestmark = pytest.mark.distributed
 
@@ -410,6 +411,71 @@ def test_runner_with_two_data_shards(workers: Callable[[int], WorkerGroup], tmp_
     workers(4).run(ran_alike, dict(CP2, cp_kind="ulysses"), 2, tmp_path)
 
 
+# Refused before the hooks of the first update
+
+
+class Noting(Hook):
+    """Knows how many updates have begun."""
+
+    begun = 0
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        self.begun += 1
+
+
+class Borrowing(Plain):
+    """Its last stage computes with what the first one has."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Any = None) -> Any:
+        found: Any = super().forward(input_ids, labels)
+        return {"loss": found["loss"] + self.embed.weight.mean()}
+
+
+EARLY: dict[str, tuple[Any, Callable[[], nn.Module], str]] = {
+    "cp": (CP2, lambda: Local("neighbours"), "model.mix (Conv1d): convolution combines positions"),
+    "local": (
+        dict(MESH, tp=2, tp_kind="local", plan=PLAN),
+        lambda: Plain(TrainingBlock),
+        'strategy.tp_kind: "local" is not possible',
+    ),
+    "pp": (dict(MESH, pp=2), Borrowing, "strategy.pp: what Borrowing returns was computed from embed.weight"),
+}
+
+
+def early(kind: str, folder: Path) -> tuple[str, int]:
+    """In a worker: the error of a run, and how many updates had begun."""
+    spec, make, _ = EARLY[kind]
+    batch, hook = sample("plain", 8, 0), Noting()
+    runner = FlexibleRunner(
+        model=make(),
+        work_dir=folder,
+        strategy=dict(spec, device="cpu"),
+        train_dataloader=dict(
+            batch_size=4,
+            dataset=[{name: values[i] for name, values in batch.items()} for i in range(8)],
+            sampler=dict(type="DefaultSampler", shuffle=False),
+            collate_fn=dict(type="default_collate"),
+        ),
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=1e-3)),
+        train_cfg=dict(by_epoch=True, max_epochs=1),
+        custom_hooks=[hook],
+    )
+    try:
+        runner.train()
+    except StrategyError as error:
+        return str(error), hook.begun
+    finally:
+        runner.strategy.teardown()
+    return "", hook.begun
+
+
+@pytest.mark.parametrize("kind", EARLY)
+def test_refused_before_the_first_update_begins(workers2: WorkerGroup, kind: str, tmp_path: Path) -> None:
+    for message, begun in workers2.run(early, kind, tmp_path):
+        assert message.startswith(EARLY[kind][2])
+        assert begun == 0
+
+
 # Random numbers
 
 
@@ -430,7 +496,8 @@ def dropped() -> tuple[list[Tensor], Tensor, Tensor]:
     trace = train(strategy, model, optim, [[sample("plain", 4, seed)] for seed in range(2)])  # type: ignore[arg-type]
     strategy.teardown()
     dist.destroy_process_group()
-    return masks, torch.get_rng_state(), torch.tensor(trace.losses)
+    assert not any(bool(mask.any()) for mask in masks[:-4])  # what is compared drops nothing
+    return masks[-4:], torch.get_rng_state(), torch.tensor(trace.losses)
 
 
 def test_dropout_differs_between_positions(workers2: WorkerGroup) -> None:
@@ -504,6 +571,119 @@ class Local(nn.Module):
         return {"loss": loss}
 
 
+class Added(nn.Module):
+    """A transformer, something small that is added to its last hidden states, and a small term of the loss in training."""
+
+    def __init__(self, made: Callable[[], nn.Module], hidden: Any = None, loss: Any = None) -> None:
+        super().__init__()
+        self.model, self.own, self.hidden, self.loss = Plain(layers=1), made(), hidden, loss
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None) -> Any:
+        position_ids = torch.arange(input_ids.shape[1]) if position_ids is None else position_ids
+        if self.training:
+            self.calls, self.seen = self.calls + 1, self.seen + 1
+        x = self.model.embed(input_ids) + self.model.position(position_ids)
+        x = self.model.norm(self.model.layers[0](x))
+        if self.hidden is not None:
+            x = x + 1e-6 * self.hidden(self.own, x)
+        logits = self.model.head(x)
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss + 1e-6 * self.loss(logits, labels) if self.training and self.loss is not None else loss}
+
+
+def _jamba() -> nn.Module:
+    import transformers
+
+    config: Any = transformers.JambaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=2,
+        use_mamba_kernels=False, use_cache=False,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+
+
+class Gate(nn.Module):
+    """A causal convolution of almost no weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.scale = nn.Conv1d(32, 32, 4, groups=32), nn.Parameter(torch.full((32,), 1e-6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.conv(functional.pad(x.mT, (3, 0))).mT
+
+
+class Unseen(torch.autograd.Function):
+    """A kernel of one's own, whose result is written where torch does not see it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        found = torch.empty_like(x)
+        found.numpy()[...] = x.numpy().cumsum(1)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _by_capacity(_: nn.Module, x: Tensor) -> Tensor:
+    """Experts that take two tokens each."""
+    flat = x.flatten(0, 1)
+    chosen = functional.one_hot(flat[:, :4].argmax(-1), 4)
+    token = ((chosen.cumsum(0) * chosen).sum(-1) <= 2).nonzero()[:, 0]
+    return torch.zeros_like(flat).index_add(0, token, flat[token]).view_as(x)
+
+
+def _by_expert(_: nn.Module, x: Tensor) -> Tensor:
+    """Experts that take the tokens that choose them, one expert after the other."""
+    flat = x.flatten(0, 1)
+    order = flat[:, :4].argmax(-1).argsort()
+    return torch.zeros_like(flat).index_copy(0, order, flat[order] * 2).view_as(x)
+
+
+def _late(_: nn.Module, x: Tensor) -> Tensor:
+    """What backward alone combines."""
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad.cumsum(1))  # type: ignore[no-untyped-call]
+    return x
+
+
+HIDDEN: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
+    "layer scale": (Gate, lambda own, x: own(x), "model.own.conv (Conv1d): convolution combines positions"),
+    "recurrence": (lambda: nn.GRU(32, 32, batch_first=True), lambda own, x: own(x)[0], "model.own (GRU): add combines"),
+    "statistics": (lambda: nn.GroupNorm(2, 32), lambda own, x: own(x.mT).mT, "model.own (GroupNorm): native_group_norm"),
+    "pooling": (nn.Identity, lambda _, x: functional.max_pool1d(x.mT, 3, 1, 1).mT, "model: max_pool2d_with_indices combines"),
+    "scan": (nn.Identity, lambda _, x: x.cumsum(1), "model: cumsum combines positions"),
+    "centre": (nn.Identity, lambda _, x: (x - x.mean(1, keepdim=True)).tanh(), "model: tanh combines positions"),
+    "roll": (nn.Identity, lambda _, x: x * x.roll(1, 1), "model: mul combines positions"),
+    "expert choice": (nn.Identity, lambda _, x: x * x.topk(8, 1).values, "model: topk combines positions"),
+    "capacity": (nn.Identity, _by_capacity, "model: cumsum combines positions"),
+    "kernel": (nn.Identity, lambda _, x: Unseen.apply(x), "model: a kernel that cannot be followed may combine"),  # type: ignore[no-untyped-call]
+    "own positions": (nn.Identity, lambda _, x: x * torch.linspace(0, 1, x.shape[1])[:, None], "model: mul takes numbers by position"),
+}  # fmt: skip
+LOSSES: dict[str, tuple[Any, str]] = {
+    "neighbours": (lambda logits, _: (logits[:, 1:] - logits[:, :-1]).square().mean(), "model: slice combines positions"),
+    "pairs": (lambda logits, _: (logits - logits.roll(1, 1)).square().mean(), "model: sub combines positions"),
+    "square of a mean": (lambda logits, _: logits.mean((0, 1)).square().sum(), "model: pow combines positions"),
+    "variance": (lambda logits, _: logits.var(1).mean(), "model: var combines positions"),
+    "last position": (lambda logits, _: logits[:, -1].square().mean(), "model: select combines positions"),
+}  # fmt: skip
+RIGHT: dict[str, Callable[[], nn.Module]] = {
+    "each position": lambda: Added(lambda: nn.Conv1d(32, 32, 1), lambda own, x: own(x.mT).mT),
+    "by expert": lambda: Added(nn.Identity, _by_expert),
+    "mean of squares": lambda: Added(nn.Identity, None, lambda logits, _: logits.logsumexp(-1).square().mean()),
+    "mean over a mask": lambda: Added(
+        nn.Identity, None, lambda logits, y: (logits.square().mean(-1) * (y != -100) / (y != -100).float().sum()).sum()
+    ),
+    "dropout": lambda: Plain(dropout=0.5, layers=1),
+    "mixtral": lambda: of_transformers("mixtral", layers=1),
+    "qwen3_moe": lambda: of_transformers("qwen3_moe", layers=1),
+}
+
+
 class OwnLoss(Weighed):
     """A model of transformers whose loss is computed outside of it."""
 
@@ -513,10 +693,20 @@ class OwnLoss(Weighed):
 
 
 WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "by hand": (lambda: Plain(ByHand), "something in it sees the positions of one process only"),
-    "neighbours": (lambda: Local("neighbours"), "something in it sees the positions of one process only"),
-    "counting": (lambda: Local("counting"), "something in it sees the positions of one process only"),
-    "turning": (lambda: Plain(Turning), "something in it sees the positions of one process only"),
+    "by hand": (lambda: Plain(ByHand), "model.layers.0 (ByHand): bmm combines positions of a sequence"),
+    "neighbours": (lambda: Local("neighbours"), "model.mix (Conv1d): convolution combines positions of a sequence"),
+    "mamba": (_jamba, "model.model.layers.0.mamba (JambaMambaMixer): convolution combines positions"),
+    "late": (lambda: Added(nn.Identity, _late), "its gradient differs by"),
+    **{name: (functools.partial(Added, made, hidden), error) for name, (made, hidden, error) in HIDDEN.items()},
+    **{name: (functools.partial(Added, nn.Identity, None, loss), error) for name, (loss, error) in LOSSES.items()},
+    "counting": (
+        lambda: Local("counting"),
+        "model.model (Plain): add takes numbers by position that are not the batch's",
+    ),
+    "turning": (
+        lambda: Plain(Turning),
+        "model.layers.0 (Turning): mul takes numbers by position that are not the batch's",
+    ),
     "alone": (lambda: Local("alone"), "model: calls neither scaled_dot_product_attention nor transformers' attention"),
     "shifting": (
         lambda: Local("shifting"),
@@ -530,7 +720,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Local("others"),
         "model: its cross_entropy has ignore_index=0, so that strategy.cp cannot tell how",
     ),
-    "silent neighbours": (lambda: Local("silent neighbours"), "something in it sees the positions of one process only"),
+    "silent neighbours": (lambda: Local("silent neighbours"), "model.mix (Conv1d): convolution combines positions"),
     "likelihood": (
         lambda: Local("likelihood"),
         "model: its nll_loss has ignore_index=0, so that strategy.cp cannot tell",
@@ -573,17 +763,19 @@ class Evaluated:
             return self.model(**batch)
 
 
-def refused() -> dict[str, str]:
+def refused(models: Mapping[str, Callable[[], nn.Module]]) -> dict[str, str]:
     """In a worker: what is raised for each of the models, before any update."""
     torch.set_num_threads(1)
     found = {}
-    for name, (make, _) in WRONG.items():
+    for name, make in models.items():
         torch.manual_seed(7)
-        strategy = MeshStrategy(device="cpu", cp=2)
+        strategy = MeshStrategy(device="cpu", cp=2, cp_kind="ulysses")
         strategy.setup_environment()
         model, optim = strategy.setup(make(), _optim(1))
         try:
-            train(strategy, model, optim, [[sample("plain", 4, 0)]])  # type: ignore[arg-type]
+            train(strategy, model, optim, [[sample("plain", 4, 0)]] * 2)  # type: ignore[arg-type]
+            if isinstance(model, Added):
+                assert (model.calls, float(model.seen)) == (2, 2.0)
         except StrategyError as error:
             found[name] = str(error)
         strategy.teardown()
@@ -591,12 +783,35 @@ def refused() -> dict[str, str]:
     return found
 
 
-def test_refused_at_the_first_batch(workers2: WorkerGroup) -> None:
-    for found in workers2.run(refused):
-        assert {name: message in found.get(name, "") for name, (_, message) in WRONG.items()} == dict.fromkeys(
-            WRONG, True
-        )
+RELATIVES = ("recurrence", "statistics", "pooling", "scan", "centre", "roll", "expert choice", "own positions", "pairs", "variance",
+             "last position")  # fmt: skip
+
+
+def _refused_wrong(names: Sequence[str]) -> dict[str, str]:
+    return refused({name: WRONG[name][0] for name in names})
+
+
+def _refused_right() -> dict[str, str]:
+    return refused(RIGHT)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([name for name in WRONG if name not in RELATIVES], id="causes"),
+        pytest.param(RELATIVES, id="relatives", marks=FULL),
+    ],
+)
+def test_refused_at_the_first_batch(workers2: WorkerGroup, names: Sequence[str]) -> None:
+    for found in workers2.run(_refused_wrong, names):
+        assert {
+            name: message in found.get(name, "") for name, message in ((name, WRONG[name][1]) for name in names)
+        } == dict.fromkeys(names, True)
         assert not any("\n" in message for message in found.values())
+
+
+def test_what_treats_each_position_alone_is_accepted(workers2: WorkerGroup) -> None:
+    assert workers2.run(_refused_right) == [{}, {}]
 
 
 # Broken on purpose
@@ -627,6 +842,7 @@ def broken(fault: str, is_compared: bool) -> str:
         patch.setattr(*FAULTS[fault])
         if not is_compared:
             patch.setattr(OneProcessComparison, "of_training", lambda *_: None)
+            patch.setattr(OneProcessComparison, "of_evaluation", lambda *_: None)
         try:
             same_training("uneven", dict(cp=2, cp_kind="ring"))
         except Exception as error:
@@ -639,6 +855,7 @@ def broken(fault: str, is_compared: bool) -> str:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_broken_on_purpose(workers2: WorkerGroup, fault: str) -> None:
     for error in workers2.run(broken, fault, True):
-        assert error.startswith("StrategyError: model: over strategy.cp=2 processes its loss is")
+        assert error.startswith("StrategyError: model")
+        assert "strategy.cp=2" in error
     for error in workers2.run(broken, fault, False):
         assert error.startswith("CheckFailedError: the loss of update")

@@ -177,6 +177,14 @@ class Keeps(Plain):
         return {"loss": self.head(self.norm(x)).mean() + sum(kept)}
 
 
+class InGraph(Plain):
+    """A term of the loss that is there only where gradients are."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        logits = super().forward(input_ids)
+        return logits + self.embed.weight.square().mean() if torch.is_grad_enabled() else logits
+
+
 FORWARDS: list[tuple[type[Plain], str]] = [
     (Skips, "what Skips returns was computed from embed.weight, which the last stage lacks"),
     (Returns, "what Returns returns was computed from embed.weight, which the last stage lacks"),
@@ -189,6 +197,7 @@ FORWARDS: list[tuple[type[Plain], str]] = [
         "layers.1 is called where layers.0 comes next; the layers of a pipeline are called once, in their order",
     ),
     (LeavesOut, "layers.1 is not called by the forward of LeavesOut"),
+    (InGraph, "what InGraph returns was computed from embed.weight, which the last stage lacks"),
     (Keeps, "what Keeps returns was computed from layers.0.q.weight, which the last stage lacks"),
 ]
 
@@ -231,6 +240,29 @@ def test_a_layer_that_is_left_out_later() -> None:
         FlexTrainError, match=r"^model: LeavesOutLater did not call layers\.0, the layer before pipeline stage 1; "
     ):
         run.run(1, 0, lambda passed: torch.zeros(2, LENGTH, 32), lambda: model(ids))
+
+
+class TakesLater(Plain):
+    """Needs weights of the first stage in its last one, which it did not in the rehearsal."""
+
+    later: str | None = None
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        logits = super().forward(input_ids)
+        if self.later == "weight":
+            return logits + self.embed.weight.square().mean()
+        return logits if self.later is None else logits + self.embed(input_ids).mean()
+
+
+@pytest.mark.parametrize("later", ["weight", "call"])
+def test_what_another_stage_has_is_no_number_later(later: str) -> None:
+    model = TakesLater()
+    run = StageRun(model, chain_of(model), [1, 1], [1], torch.device("cpu"))
+    run.cut()
+    ids = sample("plain", 2, 0)["input_ids"]
+    assert run.run(1, 0, lambda passed: torch.zeros(2, LENGTH, 32), lambda: model(ids)).isfinite().all()
+    model.later = later
+    assert run.run(1, 0, lambda passed: torch.zeros(2, LENGTH, 32), lambda: model(ids)).isnan().all()
 
 
 class Reads(Plain):

@@ -65,8 +65,7 @@ def attend(
         index=0,
         calls=0,
         is_local=False,
-        is_alone=False,
-        is_sharp=False,
+        is_apart=False,
         length=length,
         keys=None,
         documents=None,
@@ -184,6 +183,10 @@ CONTEXT: list[Row] = [
     (
         attend(torch.zeros(1, 2, 4, 2), torch.zeros(1, 2, 6, 2), torch.zeros(1, 2, 6, 2)),
         "model: scaled_dot_product_attention: 4 queries and 6 keys, context parallelism needs the sequence's 4 positions",
+    ),
+    (
+        transformers_model(rope_parameters=dict(rope_type="dynamic", factor=2.0)),
+        'model.config: rotary positions of type "dynamic" depend on the length of a sequence',
     ),
     (
         attend(length=10),

@@ -36,6 +36,9 @@ class Follows(nn.Module):
         if self.kind == "data":
             for own, other in zip(self.target.parameters(), self.blocks[0].parameters(), strict=True):
                 own.data = own.data * 0.9 + other.detach().mean() * 0.1
+        if self.kind == "another order":
+            with torch.no_grad():
+                self.target.weight.copy_(self.target.weight.flip(0, 1))
         if self.kind == "in place":
             with torch.no_grad():
                 self.target.weight.mul_(0.9)
@@ -48,7 +51,13 @@ class Follows(nn.Module):
         return {"loss": (hidden - self.target(hidden).detach()).pow(2).mean()}
 
 
-WRITES = {"data": "target.weight", "in place": "target.weight", "norms": "table.weight", "none": ""}
+WRITES = {
+    "data": "target.weight",
+    "in place": "target.weight",
+    "another order": "target.weight",
+    "norms": "table.weight",
+    "none": "",
+}
 
 
 def raised() -> dict[str, str]:

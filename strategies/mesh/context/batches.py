@@ -28,7 +28,7 @@ class CutBatch(dict[str, Any]):
         whole: the batch.
         shards: the division of its sequences.
         size: number of its samples; None if sequences are along the first dimension.
-        dim: dimension of the sequences.
+        dim, dims: dimension of the sequences, and that of each entry that was cut.
         count, total: number of targets that count in the loss, on this process and on all that share the batch.
         weight: what ``loss_weight`` gives for this shard.
         is_sum: the loss is a sum divided by a number that the batch has, no mean over this shard.
@@ -39,6 +39,7 @@ class CutBatch(dict[str, Any]):
     shards: SequenceShards
     size: int | None
     dim: int
+    dims: Mapping[str, int]
     count: float
     total: float
     weight: float
@@ -78,8 +79,8 @@ class SequenceBatches:
     divides: bool = False
     loss_weight: Callable[[Any], Any] | None = None
 
-    def cut(self, batch: Any, *, alone: bool = False) -> CutBatch:
-        """Return this process's shard of a batch; ``alone``: all of it, as if it were the only process.
+    def cut(self, batch: Any) -> CutBatch:
+        """Return this process's shard of a batch.
 
         Raises:
             ConfigError, StrategyError: the batch cannot be divided; the message names its key.
@@ -94,11 +95,11 @@ class SequenceBatches:
         main = next(iter(lengths))
         length = lengths[main]
         self._check(whole, lengths, main)
-        shards, index = (SequenceShards(length, 1, False), 0) if alone else (self.shards(length), self.index)
+        shards = self.shards(length)
         cut = CutBatch({key: value for key, value in whole.items() if key not in dims})
         for key, dim in dims.items():
-            cut[key] = shards.cut(whole[key], dim, index).contiguous()
-        cut.whole, cut.shards, cut.dim = batch, shards, dims[main] % whole[main].ndim
+            cut[key] = shards.cut(whole[key], dim, self.index).contiguous()
+        cut.whole, cut.shards, cut.dim, cut.dims = batch, shards, dims[main] % whole[main].ndim, dims
         cut.size = whole[main].shape[0] if cut.dim else None
         cut.is_sum = self.divides and cut.get("num_items_in_batch") is not None
         ignoring = self._ignoring(whole, dims)
@@ -106,7 +107,7 @@ class SequenceBatches:
             cut.count, cut.total = length / shards.count, length
         else:
             counted = _counted(whole[ignoring], dims[ignoring])
-            cut.count, cut.total = float(shards.cut(counted, -1, index).sum()), float(counted.sum())
+            cut.count, cut.total = float(shards.cut(counted, -1, self.index).sum()), float(counted.sum())
         if self.loss_weight is not None:
             # It may shift labels itself, which those of a shard are already.
             shifted = self._is_shifted(whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ....core.comm import collectives as dist
 from ....core.errors import StrategyError
-from ....core.random_state import kept_random_state
-from ....core.torch_private import tree_flatten, without_compiling
+from ....core.torch_private import tree_flatten
 from ...steps import EvalStep, TrainStep
+from ..experts.token_dispatch import Dispatch
+from ..first_batch import differentiated, differing, trying
 from .batches import CutBatch, SequenceBatches
 from .interception import Interception
+from .mixed_positions import MixedPositions
 from .of_transformers import TransformersModel
 from .outputs import gather_outputs
 from .sequence_attention import SequenceAttention
@@ -33,10 +35,10 @@ _CAUSE = (
 
 
 class OneProcessComparison:
-    """Runs forward of some positions, in evaluation mode, on every process alone and on all together.
+    """Runs some positions of the first batch on every process alone and on all together, in the mode that the model is in.
 
-    A loss of a model that was just initialised hardly depends on attention. Therefore it is compared also with attention
-    that is sharper than the model's.
+    In training the loss and the gradient of every parameter are compared. Before that, positions are followed through the
+    operations of forward: what combines them beside attention is found however little it changes, see MixedPositions.
     """
 
     def __init__(
@@ -51,23 +53,22 @@ class OneProcessComparison:
     ) -> None:
         self._model, self._batches, self._attention = model, batches, attention
         self._adapted, self._interception, self._mesh, self._is_weighed = adapted, interception, mesh, is_weighed
+        forwards = (vars(module).get("forward") for module in model.modules())
+        # One that is recomputed in backward stands in a partial.
+        own = (forward.args[0] if isinstance(forward, functools.partial) else forward for forward in forwards)
+        self._dispatches = [each for each in own if isinstance(each, Dispatch)]
 
     def of_training(self, batch: CutBatch, step: TrainStep) -> None:
-        """Compare the loss; a collective of all processes.
+        """Compare the loss and its gradients; a collective of all processes.
 
         Raises:
-            StrategyError: it differs, or the model has what cannot be cut.
+            StrategyError: they differ, or the model has what cannot be cut.
         """
         whole = self._excerpt(batch)
-        cut, alone = self._batches.cut(whole), self._batches.cut(whole, alone=True)
-        with self._evaluating():
-            expected = self._unchanged(lambda: step.forward(whole)[0])
-            self._interception.losses = []
-            self._attention.length = cut.shards.length
-            with self._interception:
-                loss = step.forward(cut)[0]
-                losses, self._interception.losses = self._interception.losses, None
-                sharp = [self._sharp(step, one) for one in (cut, alone)]
+        cut = self._batches.cut(whole)
+        self._interception.losses = []
+        self._follow(cut, lambda: step.forward(cut)[0])
+        losses, self._interception.losses = self._interception.losses, None
         self._check_calls()
         if cut.get("labels") is not None and any(a.shifts and not a.losses for a in self._adapted):
             raise StrategyError(
@@ -76,29 +77,42 @@ class OneProcessComparison:
             )
         if not self._adapted:
             self._check_losses(losses, cut)
+        self._raise_found()
         factor = cut.factor
         if self._is_weighed:
             weights = torch.tensor([cut.weight], dtype=torch.float64)
             torch.distributed.all_reduce(weights, group=self._mesh.get_group())
             factor = cut.weight * self._mesh.size() / float(weights) if float(weights) else 1.0
-        found = torch.stack([loss, sharp[0]]) * factor
-        both = torch.stack(
-            [torch.zeros_like(found) if factor == 0 else found, torch.stack([expected, sharp[1]])]
-        ).double()
+        with self._uncut(), trying(self._model):
+            expected = step.forward(whole)[0]
+            wanted = differentiated(self._model, expected, self._mesh.get_group())
+        with self._together(cut), trying(self._model):
+            loss = step.forward(cut)[0]
+            loss = loss * factor if factor else loss.nan_to_num() * 0.0
+            gradients = differentiated(self._model, loss, self._mesh.get_group())
+        both = torch.stack([loss.detach(), expected.detach()]).double()
         torch.distributed.all_reduce(both, group=self._mesh.get_group())
-        for value, wanted in (both / self._mesh.size()).t().tolist():
-            self._check_difference(abs(value - wanted), abs(wanted), f"its loss is {value:.6g} and not {wanted:.6g}")
+        value, right = (both / self._mesh.size()).tolist()
+        self._check_difference(abs(value - right), abs(right), f"its loss is {value:.6g} and not {right:.6g}")
+        found = None if right != right else differing(gradients, wanted, self._attention.dtype, self._attention.device)
+        if found is not None:
+            raise StrategyError(
+                f"model.{found[0]}: over strategy.cp={self._mesh.size()} processes its gradient differs by {found[1]:.1e} of its size "
+                f"from that of one process; {_CAUSE}"
+            )
 
     def of_evaluation(self, batch: CutBatch, step: EvalStep) -> None:
         """Compare outputs, see ``of_training``."""
         whole = self._excerpt(batch)
         cut = self._batches.cut(whole)
-        with self._evaluating():
-            expected = self._unchanged(lambda: step.predict(whole))
-            self._attention.length = cut.shards.length
-            with self._interception:
-                found = gather_outputs(step.predict(cut), cut, self._mesh)
+        with torch.no_grad():
+            self._follow(cut, lambda: step.predict(cut))
         self._check_calls()
+        self._raise_found()
+        with torch.no_grad(), self._uncut(), trying(self._model):
+            expected = step.predict(whole)
+        with torch.no_grad(), self._together(cut), trying(self._model):
+            found = gather_outputs(step.predict(cut), cut, self._mesh)
         worst = (0.0, 0.0)
         for mine, other in zip(tree_flatten(found)[0], tree_flatten(expected)[0], strict=False):
             if isinstance(mine, Tensor) and isinstance(other, Tensor) and mine.is_floating_point():
@@ -110,34 +124,48 @@ class OneProcessComparison:
     def _excerpt(self, batch: CutBatch) -> dict[str, Any]:
         return self._batches.excerpt(batch.whole, POSITIONS * self._mesh.size())
 
-    def _sharp(self, step: TrainStep, batch: CutBatch) -> Tensor:
-        self._attention.is_sharp, self._attention.is_alone = True, batch.shards.count == 1
+    def _follow(self, cut: CutBatch, run: Callable[[], Any]) -> None:
+        self._following = MixedPositions(self._model, self._may_cut)
+        for key, dim in cut.dims.items():
+            self._following.mark(cut[key], dim)
+        self._attention.is_apart = True
         try:
-            return step.forward(batch)[0]
+            with self._together(cut), trying(self._model):
+                with self._following.watching():
+                    result = run()
+                if torch.is_grad_enabled():
+                    differentiated(self._model, result * 0.0)  # FSDP waits for it
         finally:
-            self._attention.is_sharp = self._attention.is_alone = False
+            self._attention.is_apart = False
 
-    def _unchanged(self, run: Callable[[], Any]) -> Any:
+    def _may_cut(self) -> bool:
+        """Whether what runs may take some positions: a loss that shifts labels, and the sending of tokens to experts."""
+        return any(adapted.is_in_loss for adapted in self._adapted) or any(each.is_running for each in self._dispatches)
+
+    def _raise_found(self) -> None:
+        """Raise on all processes, whichever has found something."""
+        found = next(filter(None, dist.all_gather_object(self._following.found)), None)
+        if found is not None:
+            raise StrategyError(
+                f"{found}; with strategy.cp={self._mesh.size()} only attention by scaled_dot_product_attention may, beside the sum or "
+                "mean that is the loss; use dp_shard instead"
+            )
+
+    @contextmanager
+    def _together(self, cut: CutBatch) -> Iterator[None]:
+        self._attention.length = cut.shards.length
+        with self._interception.everywhere():
+            yield
+
+    @contextmanager
+    def _uncut(self) -> Iterator[None]:
         for adapted in self._adapted:
             adapted.cut(False)
         try:
-            return run()
+            yield
         finally:
             for adapted in self._adapted:
                 adapted.cut(True)
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Evaluation mode, and no trace of it afterwards."""
-        training = {module: module.training for module in self._model.modules()}
-        self._model.eval()
-        try:
-            device = next(self._model.parameters()).device
-            with torch.no_grad(), kept_random_state(device), without_compiling(), _without_zeros(self._model):
-                yield
-        finally:
-            for module, mode in training.items():
-                module.training = mode
 
     def _check_calls(self) -> None:
         if not self._attention.calls:
@@ -174,23 +202,6 @@ class OneProcessComparison:
             raise StrategyError(
                 f"model: over strategy.cp={self._mesh.size()} processes {what} of one process; {_CAUSE}"
             )
-
-
-@contextmanager
-def _without_zeros(model: nn.Module) -> Iterator[None]:
-    """Context in which parameters that are 0 are not: what they multiply would show in no result.
-
-    Positions, gates and last layers are often initialised so. Replicas of a shard get the same values.
-    """
-    own = (parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in model.parameters())
-    zeros = [local for local in own if local.is_floating_point() and not local.any()]
-    for local in zeros:
-        local.copy_(torch.arange(local.numel(), device=local.device).cos().view(local.shape) / 16)
-    try:
-        yield
-    finally:
-        for local in zeros:
-            local.zero_()
 
 
 def _short(value: Any) -> Any:

@@ -19,7 +19,7 @@ from ....core.torch_private import is_compiled
 from ...base import NOTHING
 from ...state import Optim
 from ...steps import EvalStep, TrainStep
-from ..axis import Axis, Evaluate, RunWindow
+from ..axis import Axis, CheckWindow, Evaluate, RunWindow
 from ..transformers_private import pretrained_models
 from .batches import CutBatch, SequenceBatches
 from .comparison import OneProcessComparison
@@ -94,7 +94,7 @@ class Context(Axis):
         self._comparison = OneProcessComparison(
             self._model, self._batches, self._attention, self._adapted, self._interception, self.mesh, self._is_weighed
         )
-        self._is_compared = {"training": False, "evaluation": False}
+        self._is_evaluation_compared = False
         self._names: list[str] | None = None
         return model
 
@@ -118,19 +118,26 @@ class Context(Axis):
         """See Axis."""
         return self._batches.cut(batch)
 
-    def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
+    def check_window(self, window: Sequence[Any], step: TrainStep, inner: CheckWindow) -> None:
         """See Axis."""
-        if not self._is_compared["training"]:
-            self._batches.check_keys([batch.whole for batch in window])
+        self._batches.check_keys([batch.whole for batch in window])
         if rehearsing():  # without values, nothing can be compared
             not_checked(
                 "strategy.cp: the first batch was not compared with one process that has all positions; a real run compares it, and "
                 "refuses a model that cannot be cut"
             )
             self._intercepts = not self._adapted
-        elif not self._is_compared["training"]:
-            self._comparison.of_training(window[0], step)
-            self._compared("training")
+        else:
+            try:
+                with _repeating():
+                    self._comparison.of_training(window[0], step)
+            finally:
+                self._attention.length = None
+            self._compared()
+        inner(window, step)
+
+    def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
+        """See Axis."""
         # A shard with fewer targets counts less; the model's own weights know that.
         factors = [1.0 if self._is_weighed else batch.factor for batch in window]
         shares = (1.0 if share is None else share for share in step.shares)
@@ -139,28 +146,18 @@ class Context(Axis):
             for batch, factor, share in zip(window, factors, shares, strict=True)
         ]
         try:
-            with self._attending(), own_random_numbers(self.layout.device_type, self.index):
-                outputs = self._run(inner, window, _Scaled(step, window, factors, self._attention))
+            with self._attending(), own_random_numbers(self.layout.device_type, self.index), _repeating():
+                outputs = inner(window, _Scaled(step, window, factors, self._attention))
         finally:
             self._attention.length = None
         return self._averaged(outputs, window)
 
-    def _run(self, inner: RunWindow, window: Sequence[Any], step: TrainStep) -> dict[str, Tensor]:
-        try:
-            return inner(window, step)
-        except ValueError as error:
-            if "context_fn" not in str(error):
-                raise
-            raise StrategyError(
-                "model: checkpoint(use_reentrant=True) would repeat attention over this process's positions only; with strategy.cp "
-                "give use_reentrant=False"
-            ) from error
-
     def evaluate(self, batch: Any, step: EvalStep, inner: Evaluate) -> Any:
         """See Axis."""
-        if not any(self._is_compared.values()):
+        if not self._is_evaluation_compared:
             self._comparison.of_evaluation(batch, step)
-            self._compared("evaluation")
+            self._is_evaluation_compared = True
+            self._compared()
         self._attention.length = batch.shards.length
         try:
             with self._attending():
@@ -176,8 +173,7 @@ class Context(Axis):
     def _attending(self) -> AbstractContextManager[Any]:
         return self._interception.everywhere() if self._intercepts else NOTHING
 
-    def _compared(self, what: str) -> None:
-        self._is_compared[what] = True
+    def _compared(self) -> None:
         self._intercepts = self._interception.calls > 0  # otherwise all attention goes through transformers' interface
 
     def _averaged(self, outputs: Mapping[str, Tensor], window: Sequence[CutBatch]) -> dict[str, Tensor]:
@@ -232,6 +228,20 @@ class _Scaled:
         if factor == 0:  # a mean over nothing
             return {name: torch.zeros_like(value) for name, value in logs.items()}
         return logs if factor == 1 else {name: value * factor for name, value in logs.items()}
+
+
+@contextmanager
+def _repeating() -> Iterator[None]:
+    """Context in which the older way of repeating forward, which would not repeat attention over all processes, is refused."""
+    try:
+        yield
+    except ValueError as error:
+        if "context_fn" not in str(error):
+            raise
+        raise StrategyError(
+            "model: checkpoint(use_reentrant=True) would repeat attention over this process's positions only; with strategy.cp "
+            "give use_reentrant=False"
+        ) from error
 
 
 @contextmanager

@@ -63,6 +63,14 @@ def check_of_transformers(model: Any, config: Any, kind: str) -> None:
             f"model.config.output_router_logits: True is not possible with strategy.cp={config.cp}, the balancing loss is no "
             "mean over positions; set it to False"
         )
+    # In version 5 by kind of layer, where there are several.
+    found = getattr(settings, "rope_parameters", None) or getattr(settings, "rope_scaling", None) or {}
+    for each in (found, *(value for value in found.values() if isinstance(value, dict))):
+        if (rope := each.get("rope_type", each.get("type"))) in ("dynamic", "longrope"):
+            raise ConfigError(
+                f'model.config: rotary positions of type "{rope}" depend on the length of a sequence, of which each of strategy.cp='
+                f"{config.cp} processes has some; choose another type, such as yarn"
+            )
     heads = getattr(settings, "num_attention_heads", None)
     if kind == "ulysses" and heads is not None and heads % (config.cp * config.tp):
         raise ConfigError(

@@ -42,6 +42,7 @@ class TransformersModel:
         shifts: its loss compares each position with the label of the next one.
         divides: its loss divides a sum by ``num_items_in_batch``, if it is given.
         losses: number of calls of its loss.
+        is_in_loss: a loss is running that shifts labels, which were shifted before.
     """
 
     def __init__(self, model: Any, attention: SequenceAttention) -> None:
@@ -49,7 +50,7 @@ class TransformersModel:
         self.model, self._attention = model, attention
         self._before = attention_implementation(model)
         self._loss = model.loss_function
-        self.losses = 0
+        self.losses, self.is_in_loss = 0, False
         with with_values():
             self.shifts = shifts_labels(self._loss, model)
             self.divides = divides_by_number(self._loss, model)
@@ -135,9 +136,13 @@ class TransformersModel:
         if "shift_labels" in _parameters(self._loss):
             return self._loss(logits, labels, *args, **kwargs, shift_labels=labels)
         # It compares position i with label i + 1: a position and an ignored label more at either end.
-        logits = torch.cat([logits, torch.zeros_like(logits[:, :1])], 1)
-        labels = torch.cat([torch.full_like(labels[:, :1], -100), labels], 1)
-        return self._loss(logits, labels, *args, **kwargs)
+        self.is_in_loss = True
+        try:
+            logits = torch.cat([logits, torch.zeros_like(logits[:, :1])], 1)
+            labels = torch.cat([torch.full_like(labels[:, :1], -100), labels], 1)
+            return self._loss(logits, labels, *args, **kwargs)
+        finally:
+            self.is_in_loss = False
 
 
 def shifts_labels(loss: Callable[..., Any], model: Any) -> bool:

@@ -11,16 +11,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.nn import functional
-from torch.nn.functional import scaled_dot_product_attention
 
 from ....core.errors import StrategyError
 from .masks import Mask, Rule
 from .ring import Ring, ring_attention
 from .sequence import SequenceShards
 from .ulysses import ulysses_attention
-
-_SHARPNESS = 8.0
 
 
 class SequenceAttention:
@@ -33,9 +29,7 @@ class SequenceAttention:
     Attributes:
         calls: number of calls, of which a check asks whether a model has any.
         is_local: it calls torch's attention itself, which means just that.
-        is_alone: this process has all positions, for comparisons.
-        is_sharp: lengths of queries and keys do not count, so that attention depends on their directions even in a model
-            that was just initialised; for comparisons.
+        is_apart: each position attends to itself alone, to find what else combines positions.
         dtype, device: of the last call.
         length: number of positions of the batch of the forward that is running; None before the first.
         keys, documents: what the batch of the forward that is running adds to its masks, see Mask.
@@ -47,8 +41,7 @@ class SequenceAttention:
         self._ring = Ring(self._group, self.index, torch.distributed.get_process_group_ranks(self._group))
         self.calls = 0
         self.is_local = False
-        self.is_alone = False
-        self.is_sharp = False
+        self.is_apart = False
         self.dtype, self.device = torch.float32, torch.device(mesh.device_type)
         self.length: int | None = None
         self.keys: Tensor | None = None
@@ -81,7 +74,7 @@ class SequenceAttention:
         if isinstance(query, DTensor):
             return self._on_shards_of_heads(query, key, value, mask, scale, dropout, source)
         own, others = query.shape[-2], key.shape[-2]
-        if own != others or (self.length is not None and own * (1 if self.is_alone else self.count) != self.length):
+        if own != others or (self.length is not None and own * self.count != self.length):
             raise StrategyError(
                 f"{source}: {own} queries and {others} keys, context parallelism needs the sequence's "
                 f"{own if self.length is None else self.length // self.count} positions of this process for both"
@@ -90,12 +83,10 @@ class SequenceAttention:
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         self.dtype, self.device = query.dtype, query.device
-        if self.is_sharp:
-            query, key = (functional.normalize(tensor, dim=-1) for tensor in (query, key))
-            scale = _SHARPNESS
-        if self.is_alone:
-            with self._locally():
-                return _on_one_process(query, key, value, mask, scale)
+        if self.is_apart:
+            of_heads = query.shape[1] // key.shape[1]
+            key, value = (tensor.repeat_interleave(of_heads, 1) for tensor in (key, value))
+            return value + 0.0 * (query.sum(-1, keepdim=True) + key.sum(-1, keepdim=True))
         shards = self.shards(own * self.count)
         if self.kind == "ulysses":
             if query.shape[1] % self.count:
@@ -133,17 +124,8 @@ class SequenceAttention:
 
     def own(self, whole: Tensor) -> Tensor:
         """Return what this process has of a tensor with all positions along its last dimension."""
-        return whole if self.is_alone else self.shards(whole.shape[-1]).cut(whole, -1, self.index)
+        return self.shards(whole.shape[-1]).cut(whole, -1, self.index)
 
     def mask(self, rule: Rule) -> Mask:
         """Return the mask of a rule, with what the batch of the forward that is running adds to it."""
         return Mask(rule, self.keys, self.documents)
-
-
-def _on_one_process(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None) -> Tensor:
-    whole = (0, query.shape[-2])
-    found = mask.tile(whole, whole, query.device)
-    allowed = found if isinstance(found, Tensor) else None
-    shared = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(shared, 1) for tensor in (key, value))
-    return scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale)

@@ -51,12 +51,19 @@ class Dispatch:
         self._mesh, self._sharing, self._scale = mesh, sharing, scale
         self._everyones = int(module.num_experts)  # type: ignore[arg-type]
         self._own = self._everyones // mesh.size()
-        self._is_tried = False
+        self._is_tried = self.is_running = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the output of the whole stack for the tokens of this process, as ``forward`` would."""
         given = self._signature.bind(*args, **kwargs).args
         self._check(*given)
+        self.is_running = True  # tokens are taken in spans, which is no choice of positions
+        try:
+            return self._called(*given)
+        finally:
+            self.is_running = False
+
+    def _called(self, *given: Tensor) -> Tensor:
         tokens, ids, weights = (self._rows_to_send(tensor) for tensor in given)
         if not self._is_tried and len(tokens) and not rehearsing():
             self._check_sum(tokens, weights)

@@ -15,11 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from ....core.dtensor_private import settle_root
+from ....core.random_state import kept_random_state
 from ....core.torch_private import backward_of_input
 from ...steps import EvalStep, TrainStep
 from .orders import SCHEDULES, Action, Route, awaited, orders_of, route_of
 from .rehearsal import signature_of
-from .stages import Left, StageRun
+from .stages import Leaving, Left, StageRun
 from .transfers import Transfers
 
 _logger = logging.getLogger("flextrain")
@@ -192,6 +193,20 @@ class Engine:
         if self._root is not None:
             self._root.set_requires_gradient_sync(enabled)
             self._root.set_reshard_after_backward(enabled)
+
+    def rehearse(self, batch: Any, step: TrainStep) -> None:
+        """Rehearse the forward of a batch, so that a model that cannot be cut is refused before its first update."""
+        run = self._run
+        run.only_plans = True
+        try:
+            with run.stage(run.own[0], lambda like: like()), kept_random_state(self._transfers.device):
+                step.forward(batch)
+        except Leaving:
+            pass
+        finally:
+            run.only_plans = False
+            if self._root is not None:
+                self._root.reshard()
 
     # Evaluation
 

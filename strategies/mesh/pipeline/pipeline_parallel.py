@@ -15,10 +15,11 @@ from ....core.device import DEVICES
 from ....core.errors import ConfigError, StrategyError, counted, one_of, suggest
 from ....core.model import overrides
 from ....core.overriding import overridden
+from ....core.rehearsing import rehearsing
 from ...fsdp.units import choose_units
 from ...state import Optim
 from ...steps import EvalStep, TrainStep
-from ..axis import Axis, Evaluate, RunWindow
+from ..axis import Axis, CheckWindow, Evaluate, RunWindow
 from ..config import MeshConfig
 from ..layout import Layout
 from .call_order import put_in_order
@@ -162,6 +163,13 @@ class Pipeline(Axis):
         self._ties.gather(model, self.layout, self.name)
         for wrapper in optim.wrappers.values() if optim is not None else ():
             wrapper.register_step_pre_hook(self._ties.add)
+
+    def check_window(self, window: Sequence[Any], step: TrainStep, inner: CheckWindow) -> None:
+        """See Axis."""
+        assert self._engine is not None
+        inner(window, step)
+        if not rehearsing():  # which counts what an update does
+            self._engine.rehearse(window[0], step)
 
     def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
         """See Axis."""

@@ -140,7 +140,7 @@ class Rehearsal:
         Raises:
             StrategyError: the model's forward cannot be cut between its layers.
         """
-        kind = kind_of((args, kwargs), training, torch.is_autocast_enabled(self._device.type))
+        kind = kind_of((args, kwargs), training, torch.is_grad_enabled(), torch.is_autocast_enabled(self._device.type))
         if kind not in self._plans:
             self._plan = self._rehearse(args, kwargs, training)
             self._plans[kind] = self._plan
@@ -155,7 +155,7 @@ class Rehearsal:
         while True:
             following = Following(self._chain, self._spans)
             try:
-                with kept_random_state(self._device), torch.no_grad(), self._watched(following), following:
+                with kept_random_state(self._device), self._watched(following), following:
                     result = self._whole(*args, **kwargs)
                 break
             except FlexTrainError:
@@ -237,18 +237,19 @@ class Rehearsal:
         return (value, *[None] * (length - 1)) if length else value
 
     def stand_in(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Return what a submodule would give for arguments of these shapes, with zeros in it, which take no memory if they are contiguous."""
+        """Return what a submodule would give for arguments of these shapes, with NaN in it, which takes no memory if it is contiguous."""
         key = signature_of((name, args, kwargs), torch.is_autocast_enabled(self._device.type))
         if key is None or key not in self._stand_ins:
             with aside(), kept_random_state(self._device), torch.no_grad():
                 fake = self._whole.get_submodule(name)(*args, **kwargs)
             self._stand_ins[key] = tree_map_only(Tensor, self._form, fake)
-        return tree_map_only(_Form, lambda form: form.zeros(self._device), self._stand_ins[key])
+        return tree_map_only(_Form, lambda form: form.unknown(self._device), self._stand_ins[key])
 
     def attribute(self, name: str, key: str) -> Any:
-        """Return an attribute of a submodule that another process has; for a tensor zeros, as ``stand_in`` gives them.
+        """Return an attribute of a submodule that another process has; for a tensor NaN, as ``stand_in`` gives it.
 
-        A rehearsal has seen where the values of such tensors are needed.
+        A rehearsal has seen where the values of such tensors are needed, and that is not here: a branch that a later batch
+        takes, and that needs them, gives NaN and no wrong number.
 
         Returns:
             NotImplemented for a submodule, which has attributes itself.
@@ -261,7 +262,7 @@ class Rehearsal:
             return NotImplemented
         if callable(found):
             raise AttributeError(self.elsewhere(f"{name}.{key}", name))
-        return tree_map_only(Tensor, lambda tensor: self._form(tensor).zeros(self._device), found)
+        return tree_map_only(Tensor, lambda tensor: self._form(tensor).unknown(self._device), found)
 
     def elsewhere(self, used: str, name: str) -> str:
         """Return what to say of a call that the stage under way cannot make."""
@@ -281,7 +282,8 @@ class _Form:
     dtype: torch.dtype
     strides: tuple[int, ...] | None
 
-    def zeros(self, device: torch.device) -> Tensor:
+    def unknown(self, device: torch.device) -> Tensor:
+        value = torch.nan if self.dtype.is_floating_point or self.dtype.is_complex else 0
         if self.strides is not None:  # numbers are drawn in the order of memory
-            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device).zero_()
-        return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device).fill_(value)
+        return torch.full((), value, dtype=self.dtype, device=device).expand(self.shape)

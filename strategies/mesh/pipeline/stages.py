@@ -128,7 +128,7 @@ class StageRun:
         self._model = model
         self._left: Tensor | None = None
         self._was_given = False
-        self._is_called = self._is_in_forward = False
+        self._is_called = self._is_in_forward = self.only_plans = False
         self._drawing: set[tuple[str, bool]] = set()  # ("" for layers, or a part before them; in training)
         self._plan = Plan()
         self.streams = Streams(device)
@@ -303,6 +303,9 @@ class StageRun:
             )
         self._left = None
         self._plan = self.rehearsal.plan(args, kwargs, self._model.training)
+        if self.only_plans:
+            self._left = torch.zeros((), device=self._device)
+            return self._left
         training = self._model.training
         self.streams.on_host = self._plan.draws_on_host
         self._drawing.update((name, training) for name in self._plan.apart)

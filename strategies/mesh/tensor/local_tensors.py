@@ -19,9 +19,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ....core.errors import StrategyError
-from ....core.random_state import kept_random_state
 from ....core.torch_private import tree_flatten
 from ....core.trees import tree_map_only
+from ..first_batch import differentiated, differing, trying
 from .random_numbers import drawing_apart
 from .replaced_functions import backward_within
 from .styles import Style, input_dim
@@ -48,8 +48,7 @@ class LocalTensors:
         self._model, self._mesh = model, mesh
         self.is_exact = False
         """Whether DTensors are passed on between modules, as without this class."""
-        self.is_verified = False
-        """Whether ``verify`` has found nothing wrong."""
+        self._planned: set[str] = set()  # parameters
         self._open: list[str] = []  # modules whose divided outputs no row-wise module has taken yet
         self._seen: list[tuple[str, Tensor]] | None = None
         for name, style in styles.items():
@@ -58,6 +57,7 @@ class LocalTensors:
             for key, parameter in [*module.named_parameters(recurse=False)]:
                 layout = style.placement(module, key, parameter)
                 placed = distribute_tensor(parameter.detach(), mesh, [layout], src_data_rank=None)
+                self._planned.add(f"{name}.{key}")
                 self._replace(parameter, nn.Parameter(placed, requires_grad=parameter.requires_grad))
             module.register_forward_pre_hook(partial(self._enter, name, whole), with_kwargs=True)
             module.register_forward_hook(partial(self._leave, name, style))
@@ -104,25 +104,25 @@ class LocalTensors:
             yield
 
     def verify(self, compute: Callable[[], Any], exactly: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Compute the first batch with DTensors throughout too, and compare what planned modules return.
+        """Compute the first batch with DTensors throughout too, and compare what planned modules return, and gradients.
 
         Args:
-            compute: calls the model.
+            compute: calls the model; in training the first tensor that it returns is the loss.
             exactly: makes the context in which a model of DTensors computes.
 
         Raises:
             StrategyError: on every process, if they differ, or if a part of the model has shards where it needs all.
         """
-        training = [module for module in self._model.modules() if module.training]
         found: list[list[tuple[str, Tensor]]] = []
-        device = next(self._model.parameters()).device
-        self._model.eval()
+        gradients: list[dict[str, Tensor]] = []
         try:
             for self.is_exact in (True, False):
                 self._seen, self._open = [], []
-                with torch.no_grad(), kept_random_state(device), exactly() if self.is_exact else self.running():
-                    outputs = tree_flatten(compute())[0]
-                tensors = [each for each in outputs if isinstance(each, Tensor) and each.is_floating_point()]
+                with trying(self._model), exactly() if self.is_exact else self.running():
+                    outputs = [each for each in tree_flatten(compute())[0] if isinstance(each, Tensor)]
+                    if torch.is_grad_enabled():
+                        gradients.append(differentiated(self._model, outputs[0]))
+                tensors = [each for each in outputs if each.is_floating_point()]
                 found.append([*self._seen, *(("the output", _whole(each)) for each in tensors)])
         except Exception as error:  # shapes that do not fit raise anything
             if self.is_exact:
@@ -131,8 +131,6 @@ class LocalTensors:
             raise StrategyError(f"{_ADVICE} shards do not fit the model: {reason}") from error
         finally:
             self._seen, self.is_exact = None, False
-            for module in training:
-                module.training = True
         if self._open:
             raise StrategyError(
                 f'{_ADVICE} no row-wise module takes the shard that {self._open[-1]} returns; make it "colwise_gather_output"'
@@ -141,7 +139,19 @@ class LocalTensors:
             allowed = _TOLERANCE.get(expected.element_size(), 1e-3) * float(expected.abs().max())
             if expected.shape != local.shape or not float((expected - local).abs().max()) <= allowed:
                 raise StrategyError(f"{_ADVICE} {name} is computed differently from one device")
-        self.is_verified = True
+        if gradients:
+            exact, local = gradients
+            for name in [
+                name for name in exact if name not in self._planned
+            ]:  # in both ways, the gradient of what a process has of its inputs
+                torch.distributed.all_reduce(exact[name].copy_(local[name]), group=self._mesh.get_group())
+                exact[name] /= self._mesh.size()
+            parameter = next(self._model.parameters())
+            wrong = differing(local, exact, parameter.dtype, parameter.device)
+            if wrong is not None:
+                raise StrategyError(
+                    f"{_ADVICE} the gradient of {wrong[0]} differs by {wrong[1]:.1e} of its size from that of one device"
+                )
 
 
 def _divided_inputs(module: nn.Module) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ from ...fsdp.units import choose_roots
 from ...sharded_optimizers import check_divided
 from ...state import Optim
 from ...steps import EvalStep, TrainStep
-from ..axis import Axis, Evaluate, RunWindow
+from ..axis import Axis, CheckWindow, Evaluate, RunWindow
 from ..config import MeshConfig
 from ..layout import Layout
 from ..plans import check_heads_given, check_styles_given, choose_plan, described
@@ -44,7 +44,7 @@ class TensorParallel(Axis):
     fast = True
     _local: LocalTensors | None = None
     _own: OwnPlanShards | None = None
-    _is_running = _is_updating = _has_logits = False
+    _is_running = _is_updating = _has_logits = _is_evaluation_verified = False
 
     def __init__(self, config: MeshConfig, layout: Layout) -> None:
         super().__init__(config, layout)
@@ -60,6 +60,10 @@ class TensorParallel(Axis):
                 raise ConfigError(f"strategy.{key}: has no effect with strategy.tp=1; give tp, or leave it out")
         if isinstance(config.plan, Mapping) and config.plan_example is not None:
             raise ConfigError("strategy.plan_example: has no effect beside strategy.plan, leave one of them out")
+        if config.pp != 1 and config.tp_kind == "local":
+            raise ConfigError(
+                f'strategy.tp_kind: "local" is not possible with strategy.pp={config.pp}; choose "dtensor"'
+            )
         if config.sequence_parallel and config.tp_kind == "local":
             raise ConfigError('strategy.sequence_parallel: True needs strategy.tp_kind="dtensor"')
 
@@ -163,16 +167,21 @@ class TensorParallel(Axis):
         """See Axis; FSDP may give an optimizer whole rows, tensor parallelism gives it any elements of a matrix."""
         check_divided(wrapper, f"tp={self.size} divides matrices", "tp=1")
 
-    def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
+    def check_window(self, window: Sequence[Any], step: TrainStep, inner: CheckWindow) -> None:
         """See Axis."""
-        if self._local is not None and not self._local.is_verified:
+        if self._local is not None:
             if rehearsing():  # without values, nothing can be compared
                 not_checked(
                     'strategy.tp_kind: "local" was not compared with DTensors; a real run compares its first batch, and refuses a '
                     "model that reads whole widths"
                 )
             else:
-                self._local.verify(lambda: step.forward(window[0]), _of_dtensors)
+                self._verify(self._local, lambda: step.forward(window[0]))
+        with self._running():
+            inner(window, step)
+
+    def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
+        """See Axis."""
         self._is_updating = True
         try:
             with self._running():
@@ -182,10 +191,19 @@ class TensorParallel(Axis):
 
     def evaluate(self, batch: Any, step: EvalStep, inner: Evaluate) -> Any:
         """See Axis."""
-        if self._local is not None and not self._local.is_verified:
-            self._local.verify(lambda: step.predict(batch), _of_dtensors)
+        if self._local is not None and not self._is_evaluation_verified:
+            with torch.no_grad():
+                self._verify(self._local, lambda: step.predict(batch))
+            self._is_evaluation_verified = True
         with self._running():
             return as_local(inner(batch, step))  # a val_step may have called parts of the model
+
+    def _verify(self, local: LocalTensors, compute: Callable[[], Any]) -> None:
+        self._is_running = True  # in contexts of its own
+        try:
+            local.verify(compute, _of_dtensors)
+        finally:
+            self._is_running = False
 
     @contextmanager
     def _running(self) -> Iterator[None]:
