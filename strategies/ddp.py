@@ -178,6 +178,10 @@ class DDPStrategy(Strategy):
             return model
         if calls_itself(model):
             return model
+        for module in model.modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+                # torch (2.15) divides a sparse gradient in place, in memory that the gradients of other parameters may share.
+                module.weight.register_hook(torch.clone)  # type: ignore[no-untyped-call]
         kind = DataParallelWithoutValues if rehearsing() else DistributedDataParallel
         wrapped = kind(
             model,

@@ -198,6 +198,9 @@ class DeepSpeedConfig(StrategyConfig):
     """Train in float16; not on the CPU."""
     bf16: Bf16 | None = None
     """Train in bfloat16."""
+    unused_parameters: Literal["refuse", "zeros"] = "refuse"
+    """A trained parameter that no process uses in an update has a gradient of zeros, with which momentum and weight decay move it,
+    as on no single device: "refuse" raises before such an update, "zeros" lets it be. SGD without either is never refused."""
     inputs_to_half: list[int | str] | None = None
     """Positions and names of the model's arguments that are cast to its half precision; None casts all, [] none."""
     gradient_clipping: float | int | None = pydantic.Field(None, ge=0)

@@ -47,6 +47,7 @@ from .rehearsed import RehearsedZero
 from .running_statistics import keep_running_statistics
 from .split_init import drop_values, restore_linear, split_at_once, split_whole
 from .swap_files import SwapFiles
+from .updates import UsedByNobody
 from .wrapper import DeepSpeedOptimWrapper
 from .written_weights import WrittenWeights
 
@@ -77,8 +78,8 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
     values given in both must be equal. In half precision the whole model is cast, unlike under autocast, which chooses
     for each operation; its outputs are float32. Running statistics of batch normalisation stay float32.
 
-    A parameter that no micro-batch of an update uses has a gradient of zeros: momentum and weight decay still move it, while
-    torch's optimizers on one device leave it unchanged. At stages 0 to 2 processes may use different parameters in a
+    A parameter that no micro-batch of an update uses has a gradient of zeros: momentum and weight decay would move it, while
+    torch's optimizers on one device leave it unchanged; see ``unused_parameters``. At stages 0 to 2 processes may use different parameters in a
     micro-batch. At stage 3, which gathers parameters layer by layer, that raises, except inside of a ``leaf_module``.
 
     One process without launcher has world size 1.
@@ -312,6 +313,8 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
             with raising_together():  # it may compile, which can fail on one machine
                 frozen_groups = self._build_optimizer(self._wrapper, model, stage)
             optimizer = self._wrapper.optimizer
+            if self.config.unused_parameters == "refuse":
+                UsedByNobody(model.named_parameters(), self._wrapper, self.topology.data, self.device)
         elif stage < 3:
             stage = 0  # without an optimizer there is no state to shard
         originals: dict[str, Tensor] = {}

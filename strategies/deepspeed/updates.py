@@ -7,13 +7,17 @@ update uses it, its gradient is added to the earlier one. Elsewhere DeepSpeed gi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ...core.comm import collectives as dist
+from ...core.comm.topology import DataShard
+from ...core.errors import StrategyError
+from ...optim.wrapper import OptimWrapper
 from . import swapping
 
 
@@ -32,6 +36,55 @@ def before_update(engine: Any) -> BeforeUpdate | None:
     if hasattr(engine.optimizer, "single_partition_of_fp32_groups"):
         return _SameOrder(engine.optimizer)
     return None
+
+
+class UsedByNobody:
+    """Refuses updates that would move a parameter which no process has used; on one device it stays as it is.
+
+    Args:
+        named: the model's parameters by name.
+        wrapper: the wrapper whose updates are checked, with a built optimizer.
+        data: the processes that train.
+        device: on which they agree.
+    """
+
+    def __init__(
+        self, named: Iterable[tuple[str, Tensor]], wrapper: OptimWrapper, data: DataShard, device: torch.device
+    ) -> None:
+        moved = {
+            id(p) for group in wrapper.param_groups if _moves_without_gradient(wrapper, group) for p in group["params"]
+        }
+        own = [(name, parameter) for name, parameter in named if parameter.requires_grad and id(parameter) in moved]
+        self._names = [name for name, _ in own]
+        self._used: set[int] = set()
+        self._data, self._device, self._updates = data, device, 0
+        for number, (_, parameter) in enumerate(own):
+            parameter.register_hook(partial(self._note, number))  # type: ignore[no-untyped-call]
+        if own:
+            wrapper.register_step_pre_hook(self._check)
+
+    def _note(self, number: int, gradient: Tensor) -> None:
+        self._used.add(number)
+
+    def _check(self, wrapper: OptimWrapper) -> None:
+        self._updates += 1
+        idle = [number for number in range(len(self._names)) if number not in self._used]
+        self._used.clear()
+        # Read only where something was not used: where all was, no process waits for the device.
+        used = torch.ones(len(self._names), dtype=torch.uint8, device=self._device)
+        if idle:
+            used[idle] = 0
+        dist.all_reduce(used, "max", self._data.group)
+        if idle and (nobody := [self._names[number] for number in (used == 0).nonzero().flatten().tolist()]):
+            raise StrategyError(
+                f"model.{nobody[0]}: no process has used it in update {self._updates} since the start"
+                f"{f', nor {len(nobody) - 1} others' if nobody[1:] else ''}, and DeepSpeed would move it all the same, by momentum or "
+                'weight decay; freeze it, choose strategy="fsdp", or give strategy.unused_parameters="zeros"'
+            )
+
+
+def _moves_without_gradient(wrapper: OptimWrapper, group: Mapping[str, Any]) -> bool:
+    return not isinstance(wrapper.optimizer, torch.optim.SGD) or bool(group["momentum"] or group["weight_decay"])
 
 
 class _ShardedUpdate:

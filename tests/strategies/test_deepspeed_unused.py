@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flextrain.core.errors import StrategyError
 from flextrain.optim import AmpOptimWrapper, OptimWrapper
 from flextrain.strategies import DeepSpeedStrategy
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import relative_difference
-from flextrain.testing.loop import windows
+from flextrain.testing.loop import train, windows
 from flextrain.testing.models import SmallModel
 from flextrain.testing.sessions import run, single_device, started
 
@@ -62,7 +63,8 @@ class TimesZero(Sometimes):
 def zero(stage: int, **options: Any) -> dict[str, Any]:
     if options.pop("offload", False):
         options["offload_optimizer"] = dict(device="cpu", pin_memory=False)
-    return dict(type=DeepSpeedStrategy, device="cpu", zero_optimization=dict(stage=stage, **options))
+    spec = dict(type=DeepSpeedStrategy, device="cpu", unused_parameters="zeros")
+    return spec | dict(zero_optimization=dict(stage=stage, **options))
 
 
 def optim(accumulate: int, half: bool) -> OptimWrapper:
@@ -149,3 +151,26 @@ def test_gradients_of_a_skipped_update_are_gone(workers2: WorkerGroup, stage: in
             assert skipped == [True] + [False] * (6 // accumulate - 1)
             assert finite
             assert moved > 1e-4
+
+
+def refusal(stage: int, optimizer: dict[str, Any]) -> tuple[str, int]:
+    """What is said of a layer that no process uses in the first update, and the updates made before."""
+    wrapper = OptimWrapper(optimizer)
+    done: list[int] = []
+    spec = zero(stage) | dict(unused_parameters="refuse")
+    with started(spec, wrapper, Sometimes) as session:
+        try:
+            batches = windows([Sometimes.sample(8, seed=i) for i in range(6)], 1)
+            train(session.strategy, session.model, session.optim, batches, after_update=lambda: done.append(1))
+        except StrategyError as error:
+            return str(error), len(done)
+    return "", len(done)
+
+
+@pytest.mark.parametrize("stage", [0, 2, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
+def test_an_update_that_would_move_what_nobody_uses_is_refused(workers2: WorkerGroup, stage: int) -> None:
+    for optimizer in (dict(type="AdamW", lr=1e-3), dict(type="SGD", lr=0.1, momentum=0.9)):
+        for message, done in workers2.run(refusal, stage, optimizer):
+            assert "model.sometimes.1.weight: no process has used it in update 1" in message
+            assert done == 0
+    assert {message for message, _ in workers2.run(refusal, stage, dict(type="SGD", lr=0.1))} == {""}

@@ -73,8 +73,9 @@ def batches(routes: Sequence[tuple[int, ...]] = ROUTES) -> list[Batch]:
     return found
 
 
-def wrapper(accumulate: int = 1) -> OptimWrapper:
-    return OptimWrapper(dict(type="AdamW", lr=1e-2, weight_decay=0.1), accumulate, dict(max_norm=0.5))
+def wrapper(accumulate: int = 1, model: Any = None) -> OptimWrapper:
+    optimizer = getattr(model, "optimizer", None) or dict(type="AdamW", lr=1e-2, weight_decay=0.1)
+    return OptimWrapper(optimizer, accumulate, dict(max_norm=0.5))
 
 
 def trained(session: Any, accumulate: int) -> tuple[Any, dict[str, Any]]:
@@ -84,9 +85,9 @@ def trained(session: Any, accumulate: int) -> tuple[Any, dict[str, Any]]:
 
 def difference(spec: dict[str, Any], accumulate: int, model: Any = Experts, oracle: Any = None) -> float:
     """How far losses, norms, weights and the optimizer's state, all of it in float64, are from those of one device."""
-    with single_device(wrapper(accumulate), oracle or model) as session:
+    with single_device(wrapper(accumulate, model), oracle or model) as session:
         expected, state = trained(session, accumulate)
-    with started(spec, wrapper(accumulate), model) as session:
+    with started(spec, wrapper(accumulate, model), model) as session:
         found, own = trained(session, accumulate)
     assert own.keys() == state.keys(), own.keys() ^ state.keys()
     pairs = [*zip(found.losses, expected.losses, strict=True), *zip(found.grad_norms, expected.grad_norms, strict=True)]
@@ -132,15 +133,17 @@ class InTurn(Experts):
 
 
 class Sparse(Single):
-    """With sparse gradients."""
+    """With sparse gradients, whose values lie where autograd has those of a dense table too."""
+
+    optimizer = dict(type="SGD", lr=0.1)
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(4, 6, sparse=True)
+        self.dense, self.table = nn.Embedding(4, 6), nn.Embedding(4, 6, sparse=True)
 
     def logits(self, x: Tensor) -> Tensor:
         """See SmallModel."""
-        return self.head(x + self.table(self.route))  # type: ignore[no-any-return]
+        return self.head(x + (self.dense(self.route) + self.table(self.route)))  # type: ignore[no-any-return]
 
 
 class Empty(Experts):
@@ -176,6 +179,7 @@ UNITS = dict(wrap=["Expert"])
     [
         pytest.param(FSDP, Experts, id="fsdp"),
         pytest.param(FSDP | UNITS, Experts, id="units"),
+        pytest.param(DDP | dict(find_unused_parameters=True), Sparse, id="sparse"),
         pytest.param(FSDP, Empty, id="empty", marks=pytest.mark.full),
         pytest.param(FSDP | UNITS | dict(prefetch=2), Exits, id="exits", marks=pytest.mark.full),
         pytest.param(MESH | dict(dp_replicate=2), Experts, id="dp_replicate", marks=pytest.mark.full),
@@ -196,7 +200,7 @@ UNITS = dict(wrap=["Expert"])
 )
 def test_as_one_device(workers2: WorkerGroup, spec: dict[str, Any], model: Any) -> None:
     for accumulate in (1, 2):
-        assert max(workers2.run(difference, spec, accumulate, model)) < 1e-12
+        assert max(workers2.run(difference, spec, accumulate, model)) < (1e-12 if model.dtype is torch.float64 else 1e-5)
 
 
 @pytest.mark.deepspeed
@@ -204,7 +208,7 @@ def test_as_one_device(workers2: WorkerGroup, spec: dict[str, Any], model: Any) 
 def test_zero_sends_zeros(workers2: WorkerGroup, stage: int) -> None:
     pytest.importorskip("deepspeed", reason="needs pip install flextrain[deepspeed]")
     leaf = dict(leaf_module=dict(classes=["Mixture"])) if stage == 3 else {}
-    spec = ZERO | dict(zero_optimization=dict(stage=stage, reduce_bucket_size=100, **leaf))
+    spec = ZERO | dict(zero_optimization=dict(stage=stage, reduce_bucket_size=100, **leaf), unused_parameters="zeros")
     for accumulate in (1, 2):
         assert max(workers2.run(difference, spec, accumulate, Single, TimesZero)) < 1e-5
 
