@@ -271,6 +271,11 @@ class Parts(MissingNames):
         built = build_hook(hook, "hook")
         self.hook_calls.register(built, priority_of(built, hook, "hook") if priority is None else priority)
 
+    def _register_first(self, hooks: Iterable[tuple[Hook, int]]) -> None:
+        """Add the hooks of the configuration; what they may look for exists."""
+        for hook, priority in hooks:
+            self.register_hook(hook, priority)
+
     def register_custom_hooks(self, hooks: Iterable[Hook | Mapping[str, Any]]) -> None:
         """Add several hooks, see ``register_hook``."""
         for hook in hooks:

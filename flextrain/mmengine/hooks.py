@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -38,16 +39,27 @@ class AdaptedHook(Hook):
     It has exactly the hook points that the other hook defines, so that the runner calls the methods directly.
 
     Args:
-        hook: the hook.
-        priority: its priority, from 0 to 100.
+        make: gives the hook, once what its constructor may look for exists: the run's visualizer, message hub and logger.
+        priority: its priority; None: that of the hook.
     """
 
-    def __init__(self, hook: Theirs, priority: int) -> None:
-        self.hook = hook
-        self.priority = priority
+    hook: Theirs
+
+    def __init__(self, make: Callable[[], Theirs], priority: Any = None) -> None:
+        self._make, self._given_priority = make, priority
+        if priority is not None:
+            self.priority = get_priority(priority)
+
+    def build(self) -> None:
+        """Make the hook, unless it is made already."""
+        if "hook" in vars(self):
+            return
+        self.hook = self._make()
+        if self._given_priority is None:
+            self.priority = get_priority(self.hook.priority)
         for point in POINTS:
-            if _defines(hook, point):
-                setattr(self, point, _by_position(hook, point))
+            if _defines(self.hook, point):
+                setattr(self, point, _by_position(self.hook, point))
 
 
 def _by_position(hook: Theirs, point: str) -> Any:
@@ -99,7 +111,7 @@ def adapted_hook(cfg: Any, where: str) -> Any:
                 "for which flextrain has its own"
             )
         _refuse_tied(type(cfg), where)
-        return AdaptedHook(cfg, get_priority(cfg.priority))
+        return AdaptedHook(lambda: cfg)
     given: Any = {"type": cfg} if isinstance(cfg, (str, type)) else cfg
     if not isinstance(given, Mapping) or "type" not in given:
         return cfg
@@ -116,8 +128,7 @@ def adapted_hook(cfg: Any, where: str) -> Any:
     arguments = {key: value for key, value in given.items() if key not in ("type", "priority", "_scope_")}
     build = factory(found, given.get("_scope_"))
     check_call(build, arguments, where)
-    hook = build(**arguments)
-    return AdaptedHook(hook, get_priority(given.get("priority", hook.priority)))
+    return AdaptedHook(functools.partial(build, **arguments), given.get("priority"))
 
 
 def _refuse_tied(kind: type, where: str) -> None:

@@ -49,7 +49,8 @@ def _in_default_scope(registry: Theirs) -> Theirs:
     except ModuleNotFoundError as error:
         if error.name not in (module, current.scope_name):
             raise
-    return registry.root._search_child(current.scope_name) or registry
+    found = registry.root._search_child(current.scope_name)
+    return registry if found is None else found  # one whose modules are not imported yet has length 0
 
 
 def refuse_unknown(kind: Any, theirs: Theirs, ours: Ours, where: str) -> None:
