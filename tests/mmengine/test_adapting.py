@@ -12,7 +12,7 @@ from mmengine.config import Config, ConfigDict
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
 from mmengine.logging import HistoryBuffer, MessageHub, MMLogger, print_log
-from mmengine.model import BaseModel, BaseModule
+from mmengine.model import BaseModel, BaseModule, ExponentialMovingAverage
 from mmengine.registry import HOOKS, METRICS, MODELS, DefaultScope
 from mmengine.runner import LogProcessor
 from mmengine.visualization import Visualizer
@@ -669,6 +669,11 @@ def test_a_constructor_of_several_optimizers_is_refused(tmp_path: Path) -> None:
 # Refused by name
 
 
+class Odd(ExponentialMovingAverage):
+    def avg_func(self, averaged_param: Any, source_param: Any, steps: int) -> None:
+        averaged_param.copy_(torch.maximum(averaged_param, source_param))
+
+
 class OwnCheckpoints(HOOKS.get("CheckpointHook")):  # type: ignore[misc]
     pass
 
@@ -679,6 +684,10 @@ class OwnCheckpoints(HOOKS.get("CheckpointHook")):  # type: ignore[misc]
         (
             dict(custom_hooks=[dict(type=OwnCheckpoints)]),
             r"custom_hooks\[0\].type: OwnCheckpoints is a CheckpointHook of MMEngine, .* subclass flextrain.runner.hooks.Che",
+        ),
+        (
+            dict(custom_hooks=[dict(type="EMAHook", ema_type=Odd)]),
+            r"custom_hooks\[0\].ema_type: Odd.avg_func does not mix",
         ),
         (
             dict(custom_hooks=[dict(type="PrepareTTAHook", tta_cfg=dict(type="Nothing"))]),
