@@ -21,7 +21,7 @@ from ..core.errors import ConfigError, nearest, suggest
 from ..core.registry import HOOKS as OURS
 from ..runner.hooks import POINTS, Hook
 from .augmentation import adapted_tta
-from .registries import factory, find, found_in_scope, is_mmengines, refuse_unknown, translated
+from .registries import factory, find, found_in_scope, is_mmengines, refuse_unknown, translated, without
 
 # MMEngine's hooks that work with the insides of its runner, and what takes their places.
 _INSTEAD = {
@@ -128,8 +128,8 @@ def adapted_hook(cfg: Any, where: str) -> Any:
     name = getattr(found, "__name__", "")
     if found is None:
         refuse_unknown(given["type"], HOOKS, OURS, f"{where}.type")
-        return cfg
-    ours = {key: value for key, value in given.items() if key != "_scope_"}
+        return without(given)
+    ours = without(given)
     for key, value in _SAME_UNLESS.get(f"{getattr(found, '__module__', None)}.{name}", {}).items():
         if ours.pop(key, value) != value:
             raise ConfigError(f"{where}.{key}: {given[key]!r} is not allowed, flextrain's {name} has it always {value}")
@@ -137,9 +137,9 @@ def adapted_hook(cfg: Any, where: str) -> Any:
     if is_mmengines(found) and name in OURS:
         return {**_averaging(ours, where), "type": name, **_tta_of(ours, where)}
     if not (isinstance(found, type) and issubclass(found, Theirs)):
-        return cfg if isinstance(given["type"], type) else {**given, "type": found}
+        return cfg if isinstance(given["type"], type) else {**without(given), "type": found}
     _refuse_tied(found, f"{where}.type")
-    arguments = {key: value for key, value in given.items() if key not in ("type", "priority", "_scope_")}
+    arguments = without(given, "type", "priority")
     build = factory(found, given.get("_scope_"))
     check_call(build, arguments, where)
     return AdaptedHook(functools.partial(build, **arguments), given.get("priority"))

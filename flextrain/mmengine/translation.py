@@ -25,7 +25,7 @@ from .constructors import adapted_optim_wrapper
 from .evaluation import adapted_evaluator
 from .hooks import adapted_hook
 from .log_processors import adapted_log_processor
-from .registries import find, found_in_scope, is_mmengines, translated
+from .registries import found_in_scope, is_mmengines, translated, without
 from .visualizers import adapted_visualizer
 
 _READ_BY_MMENGINE = (
@@ -84,7 +84,7 @@ def translated_arguments(given: Mapping[str, Any], cfg: Mapping[str, Any], scope
 def _ordinary(value: Any) -> Any:
     """``value`` with the dicts that the runner itself reads as ordinary ones; arguments of classes stay as they are."""
     if isinstance(value, Mapping) and "type" not in value:
-        return {key: _ordinary(item) for key, item in value.items()}
+        return {key: _ordinary(item) for key, item in without(value).items()}
     return dict(value) if isinstance(value, Mapping) else value
 
 
@@ -145,25 +145,25 @@ def _sampler(cfg: Mapping[str, Any], where: str) -> Any:
 
 
 def _function(cfg: Any) -> Any:
-    given = {"type": cfg} if isinstance(cfg, str) else dict(cfg)
-    found = find(FUNCTIONS, given.get("type"))
-    return cfg if found is None else {**given, "type": found}
+    given = {"type": cfg} if isinstance(cfg, str) else {"type": None, **cfg}
+    found = found_in_scope(given, FUNCTIONS)
+    return cfg if found is None else {**without(given), "type": found}
 
 
 def _loop(cfg: Any, where: str) -> Any:
     if not isinstance(cfg, Mapping) or "type" not in cfg:
         return cfg
-    kind = find(LOOPS, cfg["type"])
+    kind = found_in_scope(cfg, LOOPS)
     if kind is None:
-        return cfg
+        return without(cfg)
     if is_mmengines(kind) and kind.__name__ in OUR_LOOPS:
-        return {**cfg, "type": kind.__name__}
+        return {**without(cfg), "type": kind.__name__}
     if any(is_mmengines(base) for base in getattr(kind, "__mro__", ())):
         raise ConfigError(
             f"{where}.type: {kind.__name__} is a loop of MMEngine, which works with MMEngine's runner only, derive it "
             f"from flextrain.runner.{_loop_of_ours(kind)}, whose methods are called alike"
         )
-    return {**cfg, "type": kind}
+    return {**without(cfg), "type": kind}
 
 
 def _loop_of_ours(kind: type) -> str:
@@ -177,13 +177,14 @@ def _schedulers(cfg: Any, where: str) -> Any:
     if isinstance(cfg, (list, tuple)):
         return [_schedulers(item, f"{where}[{i}]") for i, item in enumerate(cfg)]
     if isinstance(cfg, Mapping) and "type" not in cfg:
-        return {name: _schedulers(item, f"{where}.{name}") for name, item in cfg.items()}
-    kind = find(PARAM_SCHEDULERS, cfg["type"] if isinstance(cfg, Mapping) else cfg)
+        return {name: _schedulers(item, f"{where}.{name}") for name, item in without(cfg).items()}
+    kind = found_in_scope(cfg, PARAM_SCHEDULERS)
+    given = without(cfg) if isinstance(cfg, Mapping) else {}
     bases: tuple[type, ...] = (kind if isinstance(kind, type) else type(kind)).__mro__
     if not any(is_mmengines(base) for base in bases):
-        return cfg
+        return given or cfg
     if isinstance(kind, type) and is_mmengines(kind) and kind.__name__ in OUR_SCHEDULERS:
-        return {**(cfg if isinstance(cfg, Mapping) else {}), "type": kind.__name__}
+        return {**given, "type": kind.__name__}
     name = bases[0].__name__
     raise ConfigError(
         f"{where}: {name} is a scheduler of MMEngine, which works with MMEngine's optimizer wrappers only, subclass one of "
