@@ -26,6 +26,7 @@ from .evaluation import adapted_evaluator
 from .hooks import adapted_hook
 from .log_processors import adapted_log_processor
 from .registries import found_in_scope, is_mmengines, translated, without
+from .schedulers import adapted_scheduler
 from .visualizers import adapted_visualizer
 
 _READ_BY_MMENGINE = (
@@ -185,6 +186,8 @@ def _schedulers(cfg: Any, where: str) -> Any:
         return given or cfg
     if isinstance(kind, type) and is_mmengines(kind) and kind.__name__ in OUR_SCHEDULERS:
         return {**given, "type": kind.__name__}
+    if isinstance(kind, type) and (adapted := adapted_scheduler(kind)) is not None:
+        return {**given, "type": adapted}
     name = bases[0].__name__
     raise ConfigError(
         f"{where}: {name} is a scheduler of MMEngine, which works with MMEngine's optimizer wrappers only, subclass one of "
