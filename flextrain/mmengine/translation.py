@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import mmengine.runner
 from mmengine._strategy import BaseStrategy as Theirs
 from mmengine.dataset import pseudo_collate
 from mmengine.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, LOOPS, MODELS, PARAM_SCHEDULERS, STRATEGIES
@@ -20,6 +21,10 @@ from ..core.registry import PARAM_SCHEDULERS as OUR_SCHEDULERS
 from ..core.registry import STRATEGIES as OUR_STRATEGIES
 from ..runner.data.samplers import ShardedSampler
 from ..runner.hooks import DEFAULT_HOOKS
+from ..runner.loops.base import BaseLoop
+from ..runner.loops.epoch import EpochBasedTrainLoop
+from ..runner.loops.evaluate import TestLoop, ValLoop
+from ..runner.loops.iteration import IterBasedTrainLoop
 from .augmentation import adapted_tta
 from .constructors import adapted_optim_wrapper
 from .evaluation import adapted_evaluator
@@ -39,6 +44,11 @@ _READ_BY_MMENGINE = (
     "sync_bn",
 )
 """Names that MMEngine's runners read from the configuration; flextrain's says what takes the place of each."""
+
+
+# Hooks of projects ask for the kind of a loop.
+for _ours in (BaseLoop, EpochBasedTrainLoop, IterBasedTrainLoop, ValLoop, TestLoop):
+    getattr(mmengine.runner, _ours.__name__).register(_ours)
 
 
 def translated_arguments(given: Mapping[str, Any], cfg: Mapping[str, Any], scope: str | None) -> dict[str, Any]:
@@ -113,7 +123,7 @@ def translated_dataloader(cfg: Any, where: str) -> Any:
     """A dataloader's configuration for flextrain; anything else is returned as it is."""
     if not isinstance(cfg, Mapping):
         return cfg
-    found = dict(cfg)
+    found = without(cfg)
     if "loader" in found:
         return found
     if isinstance(found.get("sampler"), Mapping) and _divides(found["sampler"]):

@@ -67,7 +67,9 @@ def _masks(
             mask[top : top + SIZE // 2, left : left + SIZE // 2] = label
         stem = f"{split}_{i}"
         image_name = f"{stem}_leftImg8bit.png" if cityscapes else f"{stem}.png" if chase else f"{stem}.jpg"
-        mask_name = f"{stem}_gtFine_labelTrainIds.png" if cityscapes else f"{stem}_1stHO.png" if chase else f"{stem}.png"
+        mask_name = (
+            f"{stem}_gtFine_labelTrainIds.png" if cityscapes else f"{stem}_1stHO.png" if chase else f"{stem}.png"
+        )
         _save(_noise(draw, SIZE, SIZE, 3) + 40 * mask[:, :, None], root / images / image_name)
         _save(mask, root / masks / mask_name)
 

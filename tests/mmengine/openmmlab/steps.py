@@ -95,7 +95,10 @@ def main() -> int:
             run(step)
         except BaseException as error:
             traceback.print_exc()
-            print(f"FAILED {step['title']}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", flush=True)
+            print(
+                f"FAILED {step['title']}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                flush=True,
+            )
             os._exit(1)  # the other process may wait for this one
         clean_up(made)
     return 0

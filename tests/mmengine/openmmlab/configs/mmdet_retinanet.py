@@ -18,3 +18,4 @@ val_dataloader = dict(
 )
 test_dataloader = val_dataloader
 train_cfg = dict(max_epochs=2)
+param_scheduler = [dict(type="LinearLR", start_factor=0.1, by_epoch=False, begin=0, end=2)]

@@ -16,9 +16,7 @@ test_dataloader = val_dataloader
 train_cfg = dict(max_epochs=2, val_interval=1)
 param_scheduler = [
     dict(type="mmdet.QuadraticWarmupLR", by_epoch=True, begin=0, end=1, convert_to_iter_based=True),
-    dict(
-        type="CosineAnnealingLR", eta_min=0.0005, begin=1, T_max=2, end=2, by_epoch=True, convert_to_iter_based=True
-    ),
+    dict(type="CosineAnnealingLR", eta_min=0.0005, begin=1, T_max=2, end=2, by_epoch=True, convert_to_iter_based=True),
 ]
 default_hooks = dict(checkpoint=dict(interval=1))
 custom_hooks = [

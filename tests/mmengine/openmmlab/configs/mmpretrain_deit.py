@@ -6,3 +6,7 @@ train_dataloader = dict(batch_size=4, dataset=dict(pipeline=pipeline))
 val_dataloader = dict(batch_size=4, dataset=dict(pipeline=pipeline))
 test_dataloader = val_dataloader
 train_cfg = dict(max_epochs=2)
+param_scheduler = [
+    dict(type="LinearLR", start_factor=0.1, by_epoch=True, end=1, convert_to_iter_based=True),
+    dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=1),
+]

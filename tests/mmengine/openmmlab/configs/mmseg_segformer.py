@@ -14,5 +14,9 @@ pipeline = [
 train_dataloader = dict(batch_size=4, dataset=dict(pipeline=pipeline))
 val_dataloader = dict(dataset=dict(pipeline=pipeline))
 test_dataloader = val_dataloader
+param_scheduler = [
+    dict(type="LinearLR", start_factor=0.1, by_epoch=False, begin=0, end=2),
+    dict(type="PolyLR", eta_min=0.0, power=1.0, begin=2, end=4, by_epoch=False),
+]
 train_cfg = dict(max_iters=4, val_interval=2)
 default_hooks = dict(checkpoint=dict(interval=2))
