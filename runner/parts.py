@@ -113,7 +113,7 @@ class Parts(MissingNames):
     @property
     def accumulate(self) -> int:
         """Micro-batches per update."""
-        return self.optim_wrapper.accumulate if self.optim_wrapper else 1
+        return 1 if self.optim_wrapper is None else self.optim_wrapper.accumulate
 
     @property
     def epoch(self) -> int:
