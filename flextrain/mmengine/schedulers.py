@@ -76,7 +76,7 @@ def adapted_scheduler(kind: type[Theirs]) -> type[AdaptedScheduler] | None:
         p.name: p.replace(kind=p.KEYWORD_ONLY)
         for base in reversed(kind.__mro__)
         if "__init__" in vars(base) and base is not object
-        for p in inspect.signature(base.__init__).parameters.values()
+        for p in inspect.signature(vars(base)["__init__"]).parameters.values()
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in ("self", "param_name")
     }
     own = {"kind": kind, "__signature__": inspect.Signature(list(named.values())), "__doc__": kind.__doc__}

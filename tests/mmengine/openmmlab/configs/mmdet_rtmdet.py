@@ -1,8 +1,11 @@
 _base_ = "mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py"
 
 norm_cfg = dict(type="BN")  # torch's SyncBatchNorm needs an accelerator
+metainfo = dict(classes=("person", "bicycle"))
 model = dict(
-    backbone=dict(init_cfg=None, norm_cfg=norm_cfg), neck=dict(norm_cfg=norm_cfg), bbox_head=dict(norm_cfg=norm_cfg)
+    backbone=dict(init_cfg=None, norm_cfg=norm_cfg),
+    neck=dict(norm_cfg=norm_cfg),
+    bbox_head=dict(norm_cfg=norm_cfg, num_classes=2),
 )
 pipeline = [
     dict(type="LoadImageFromFile"),
@@ -10,7 +13,9 @@ pipeline = [
     dict(type="Resize", scale=(64, 64), keep_ratio=True),
     dict(type="PackDetInputs"),
 ]
-train_dataloader = dict(batch_size=4, dataset=dict(pipeline=pipeline, filter_cfg=dict(min_size=8)))
+train_dataloader = dict(batch_size=4, dataset=dict(metainfo=metainfo, pipeline=pipeline, filter_cfg=dict(min_size=8)))
+val_dataloader = dict(dataset=dict(metainfo=metainfo))
+test_dataloader = val_dataloader
 train_cfg = dict(max_epochs=2, val_interval=1, dynamic_intervals=[(1, 1)])
 param_scheduler = [
     dict(type="LinearLR", start_factor=0.1, by_epoch=False, begin=0, end=2),

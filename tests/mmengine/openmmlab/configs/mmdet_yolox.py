@@ -1,7 +1,8 @@
 _base_ = "mmdet::yolox/yolox_nano_8xb8-300e_coco.py"
 
 # Without the changes by chance: mosaics, colours, and the size of a batch.
-model = dict(data_preprocessor=dict(batch_augments=None))
+metainfo = dict(classes=("person", "bicycle"))
+model = dict(data_preprocessor=dict(batch_augments=None), bbox_head=dict(num_classes=2))
 pipeline = [
     dict(type="Resize", scale=(64, 64), keep_ratio=True),
     dict(type="Pad", pad_to_square=True, pad_val=dict(img=(114.0, 114.0, 114.0))),
@@ -9,9 +10,12 @@ pipeline = [
     dict(type="PackDetInputs"),
 ]
 train_dataloader = dict(
-    batch_size=4, dataset=dict(pipeline=pipeline, dataset=dict(filter_cfg=dict(filter_empty_gt=False, min_size=8)))
+    batch_size=4,
+    dataset=dict(
+        pipeline=pipeline, dataset=dict(metainfo=metainfo, filter_cfg=dict(filter_empty_gt=False, min_size=8))
+    ),
 )
-val_dataloader = dict(batch_size=4, dataset=dict(pipeline={{_base_.test_pipeline}}))
+val_dataloader = dict(batch_size=4, dataset=dict(metainfo=metainfo, pipeline={{_base_.test_pipeline}}))
 test_dataloader = val_dataloader
 train_cfg = dict(max_epochs=2, val_interval=1)
 param_scheduler = [
