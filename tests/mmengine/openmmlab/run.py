@@ -66,6 +66,8 @@ STRATEGIES = {
     "fsdp": ["strategy.type=FSDPStrategy"],
     "zero2": ["strategy.type=DeepSpeedStrategy", "strategy.zero_optimization.stage=2"],
 }
+LEFT_OUT = {"mmdet_yolox": ["fsdp"]}
+"""Strategies under which a configuration does not train; docs/openmmlab.md says why."""
 
 
 class Failed(Exception):
@@ -129,6 +131,7 @@ class Case:
 
     def __init__(self, name: str) -> None:
         self.project = name.split("_")[0]
+        self.strategies = {key: STRATEGIES[key] for key in STRATEGIES if key not in LEFT_OUT.get(name, ())}
         self.packages = install("mmpretrain" if self.project == "mmpretrain" else "ops")
         self.config = str(HERE / "configs" / f"{name}.py")
         self.folder = FOLDER / "runs" / name
@@ -176,10 +179,10 @@ class Case:
         self._run(
             2,
             step("theirs_2", theirs, TWO, start, *wrapper),
-            *(step(name, ours, TWO, start, *options) for name, options in STRATEGIES.items()),
+            *(step(name, ours, TWO, start, *options) for name, options in self.strategies.items()),
             step("tested_2", f"{given}/test.py", TWO, positional=[f"{given}/ours/{whole}"]),
         )
-        for name in STRATEGIES:
+        for name in self.strategies:
             self.compare(name, "theirs_2")
         self.compare_metrics("tested_2", self.metrics("ours"))
 

@@ -3,6 +3,7 @@ _base_ = "mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py"
 norm_cfg = dict(type="BN")  # torch's SyncBatchNorm needs an accelerator
 metainfo = dict(classes=("person", "bicycle"))
 model = dict(
+    use_syncbn=False,
     backbone=dict(init_cfg=None, norm_cfg=norm_cfg),
     neck=dict(norm_cfg=norm_cfg),
     bbox_head=dict(norm_cfg=norm_cfg, num_classes=2),
