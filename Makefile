@@ -13,7 +13,7 @@ PYTEST_SESSIONS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() 
 PYTEST = $(PY) -m pytest --numprocesses $(PYTEST_SESSIONS) --dist worksteal $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs types-and-docs test test-fast test-full test-cluster test-oldest test-gpu test-mmengine async-io npu-sources lint types unit pytest release-check \
+.PHONY: help demo docs types-and-docs test test-fast test-full test-cluster test-oldest test-gpu test-mmengine test-openmmlab async-io npu-sources lint types unit pytest release-check \
 	bench format clean distclean
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make release-check  the wheel in clean environments, oldest and newest versions; minutes and 5 GB each"
 	@echo "make test-gpu  what needs an accelerator, with a Python that has torch already (PYTHON=...)"
 	@echo "make test-mmengine  MMEngine's own tests, downloaded and translated, compared with what is expected"
+	@echo "make test-openmmlab  configurations of mmpretrain, mmdetection and mmsegmentation, compared with MMEngine's runner"
 	@echo "make lint    ruff only"
 	@echo "make types   mypy only"
 	@echo "make docs    the documentation site, into build/site; a wrong link is an error"
@@ -98,6 +99,10 @@ npu-sources: $(VENV)/pyvenv.cfg
 # MMEngine's own tests, downloaded and translated, with flextrain in MMEngine's place.
 test-mmengine: $(VENV)/.installed-dev
 	$(PY) tests/mmengine/upstream/run.py
+
+# Configurations of mmpretrain, mmdetection and mmsegmentation, which are installed into build/openmmlab.
+test-openmmlab: $(VENV)/.installed-dev
+	$(PY) tests/mmengine/openmmlab/run.py $(OPENMMLAB)
 
 # In a virtual environment of its own, which takes 6 GB.
 OLDEST_PYTHON ?= python3.10

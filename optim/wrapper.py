@@ -396,5 +396,5 @@ class OptimWrapper:
         return {"momentum": [float(momentum) for momentum in momenta]}
 
     def __repr__(self) -> str:
-        kind = type(self._optimizer).__name__ if self._optimizer else "not built"
+        kind = type(self._optimizer).__name__ if self._optimizer is not None else "not built"
         return f"{type(self).__name__}({kind}, accumulate={self.accumulate})"

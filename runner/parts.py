@@ -113,7 +113,7 @@ class Parts(MissingNames):
     @property
     def accumulate(self) -> int:
         """Micro-batches per update."""
-        return self.optim_wrapper.accumulate if self.optim_wrapper else 1
+        return 1 if self.optim_wrapper is None else self.optim_wrapper.accumulate
 
     @property
     def epoch(self) -> int:
@@ -270,6 +270,11 @@ class Parts(MissingNames):
         """Add a hook, after those of the same priority."""
         built = build_hook(hook, "hook")
         self.hook_calls.register(built, priority_of(built, hook, "hook") if priority is None else priority)
+
+    def _register_first(self, hooks: Iterable[tuple[Hook, int]]) -> None:
+        """Add the hooks of the configuration; what they may look for exists."""
+        for hook, priority in hooks:
+            self.register_hook(hook, priority)
 
     def register_custom_hooks(self, hooks: Iterable[Hook | Mapping[str, Any]]) -> None:
         """Add several hooks, see ``register_hook``."""

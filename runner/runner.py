@@ -174,8 +174,7 @@ class FlexibleRunner(Checkpoints):
         self.visualizer.belong_to_run(
             self.experiment_name, Path(self.log_dir) / "vis_data", describe(self.cfg), reports=self.rank == 0
         )
-        for hook, priority in hooks:
-            self.register_hook(hook, priority)
+        self._register_first(hooks)
         self._depth = 0  # nesting depth of runs: a hook may evaluate
         self._is_closed = False
 

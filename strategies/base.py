@@ -368,13 +368,13 @@ class Strategy(WholeWeights):
         """
         kept = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        wrappers = self.optim.wrappers.values() if self.optim else ()
+        wrappers = self.optim.wrappers.values() if self.optim is not None else ()
         states = [state_of_optimizer(wrapper.optimizer) for wrapper in wrappers]
-        masters = [master for p in trained if self.optim and (master := self.optim.master(p)) is not p]
+        masters = [master for p in trained if self.optim is not None and (master := self.optim.master(p)) is not p]
         elsewhere = {p.device.type for p in trained} - {self.device.type}
         return StateMemory(
             parameters=sum(map(size_of, kept.values())),
-            gradients=sum(map(size_of, trained)) if self.optim else 0,
+            gradients=sum(map(size_of, trained)) if self.optim is not None else 0,
             optimizer_state=None
             if None in states
             else sum(state or 0 for state in states) + sum(map(size_of, masters)),
@@ -395,7 +395,7 @@ class Strategy(WholeWeights):
         return PrecisionReport(
             compute=(compute,) if self.precision.autocast and compute is not None else stored,
             parameters=stored,
-            masters=dtypes([m for p in trainable if self.optim and (m := self.optim.master(p)) is not p]),
+            masters=dtypes([m for p in trainable if self.optim is not None and (m := self.optim.master(p)) is not p]),
             gradients=(self.precision.reduce,) if self.precision.reduce else stored,
             optimizer_state=dtypes(states),
         )

@@ -235,7 +235,7 @@ class DDPStrategy(Strategy):
             arguments["detect_anomalous_params"] = True
         needs_own = ("gradient_as_bucket_view", "find_unused_parameters", "detect_anomalous_params")
         key = next((key for key in needs_own if arguments.get(key)), None)
-        for wrapper in optim.wrappers.values() if optim and key else ():
+        for wrapper in optim.wrappers.values() if optim is not None and key else ():
             if wrapper.adapter.owns_gradients:
                 kind = type(wrapper.optimizer).__name__
                 raise StrategyError(

@@ -82,7 +82,7 @@ class CanonicalState(ProcessEnvironment):
         layout: a ``torch.Tensor`` is whole on every process, a DTensor or FlatShard is a shard.
         """
         optim = self.optim
-        state = {name: optim.master(p) if optim else p for name, p in self.named_parameters()}
+        state = {name: p if optim is None else optim.master(p) for name, p in self.named_parameters()}
         return {name: tensor.detach() for name, tensor in state.items()} | self._buffers()
 
     def computed_with(self) -> dict[str, Tensor]:
@@ -229,7 +229,7 @@ class CanonicalState(ProcessEnvironment):
             CheckpointError: another class of optimizer saved the state.
         """
         self._uninitialised -= {key.removeprefix("model.") for key in state if key.startswith("model.")}
-        for wrapper in self.optim.wrappers.values() if self.optim else ():
+        for wrapper in self.optim.wrappers.values() if self.optim is not None else ():
             wrapper.refresh()
         if not any(key.startswith("optim.") for key in state):
             return
@@ -238,14 +238,14 @@ class CanonicalState(ProcessEnvironment):
             prefix, name, item = split_key(key)
             if prefix:
                 by_name[prefix].setdefault(name, {})[item] = value
-        for wrapper in self.optim.wrappers.values() if self.optim else ():
+        for wrapper in self.optim.wrappers.values() if self.optim is not None else ():
             self._load_optimizer(wrapper, by_name[STATE], by_name[GROUP])
 
     def _await_values(self, names: Collection[str]) -> None:
         """Refuse to train until something has been loaded into these parameters, of which other processes may have some."""
         self._uninitialised = {name for name, _ in self.named_parameters() if name in names}
         if self._uninitialised:
-            for wrapper in self.optim.wrappers.values() if self.optim else ():
+            for wrapper in self.optim.wrappers.values() if self.optim is not None else ():
                 wrapper.register_step_pre_hook(lambda _: self.check_initialised())  # for loops without a runner
 
     def check_initialised(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ from ..core.errors import ConfigError
 from ..runner.build import build_model
 from ..runner.configuration import ELSEWHERE
 from ..runner.data.user_loaders import length_of
+from ..runner.hooks import Hook
 from ..runner.loops.base import BaseLoop
 from ..runner.reporting.reporter import describe
 from ..runner.runner import FlexibleRunner as Native
 from .config import has_text, split
 from .evaluation import AdaptedEvaluator, adapted_evaluator
-from .hooks import adapted_hook
+from .hooks import AdaptedHook, adapted_hook
 from .initialisation import initialise, use_device
 from .instances import RunHub, RunLogger, current, in_scope, make_current, set_default_scope
 from .log_processors import adapted_log_processor
@@ -72,14 +73,8 @@ class AdaptedRunner(Native):
         self._config, self._scope = config, default_scope
         set_default_scope(str(Path(work_dir).absolute()), default_scope)
         given = translated_arguments({"model": model, **arguments}, config, default_scope)
+        self._recorded = recorded
         super().__init__(work_dir=work_dir, **given)
-        self._their_logger = RunLogger(self.experiment_name, self.logger)
-        self._their_hub = RunHub(self.experiment_name, self.message_hub)
-        if isinstance(self.visualizer, AdaptedVisualizer):
-            with in_scope(default_scope):
-                self.visualizer.build(self.experiment_name, self.log_dir, recorded)
-        for kind, instance in self._instances():
-            make_current(kind, instance)
         if len(recorded) and self.rank == 0:
             self.dump_config()
         elif len(config):
@@ -125,7 +120,13 @@ class AdaptedRunner(Native):
 
     def register_hook(self, hook: Any, priority: Any = None) -> None:
         """Add a hook, MMEngine's or flextrain's, after those of the same priority."""
-        super().register_hook(adapted_hook(hook, "hook"), priority)
+        adapted = adapted_hook(hook, "hook")
+        if isinstance(adapted, AdaptedHook):
+            checked = adapted.priority
+            with in_scope(self._scope):
+                adapted.build()
+            priority = adapted.priority if priority == checked else priority  # a constructor may choose another
+        super().register_hook(adapted, priority)
 
     def build_dataloader(self, dataloader: Any, seed: int | None = None, diff_rank_seed: bool = False) -> Any:
         """See flextrain.FlexibleRunner; names are found in MMEngine's registries."""
@@ -141,6 +142,16 @@ class AdaptedRunner(Native):
         return super().build_log_processor(adapted_log_processor(log_processor, "log_processor"))
 
     # How parts are built
+
+    def _register_first(self, hooks: Iterable[tuple[Hook, int]]) -> None:
+        self._their_logger = RunLogger(self.experiment_name, self.logger)
+        self._their_hub = RunHub(self.experiment_name, self.message_hub)
+        if isinstance(self.visualizer, AdaptedVisualizer):
+            with in_scope(self._scope):
+                self.visualizer.build(self.experiment_name, self.log_dir, self._recorded)
+        for kind, instance in self._instances():
+            make_current(kind, instance)
+        super()._register_first(hooks)
 
     def _instances(self) -> Iterator[tuple[Any, Any]]:
         """(class of MMEngine, its instance of this run) for what code finds without being given it."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..core.errors import ConfigError
 from ..core.registry import OPTIM_WRAPPER_CONSTRUCTORS as OUR_CONSTRUCTORS
 from ..core.registry import OPTIM_WRAPPERS as OUR_WRAPPERS
-from .registries import find, is_mmengines, translated
+from .registries import find, found_in_scope, is_mmengines, translated, without
 
 
 def adapted_optim_wrapper(cfg: Any, where: str, scope: str | None) -> Any:
@@ -32,9 +32,9 @@ def adapted_optim_wrapper(cfg: Any, where: str, scope: str | None) -> Any:
         return cfg
     if "optimizer" not in cfg and "type" not in cfg:
         return _several(cfg, where, scope)
-    found = {**cfg}
+    found = without(cfg)
     if "type" in found:
-        kind = find(OPTIM_WRAPPERS, found["type"])
+        kind = found_in_scope(cfg, OPTIM_WRAPPERS)
         if isinstance(kind, type) and issubclass(kind, Theirs):
             if not is_mmengines(kind) or kind.__name__ not in OUR_WRAPPERS:
                 raise ConfigError(

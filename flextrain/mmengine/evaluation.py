@@ -19,7 +19,7 @@ from ..core.errors import ConfigError
 from ..core.registry import METRICS as OUR_METRICS
 from ..runner.metrics.evaluator import Evaluator, build_evaluator
 from ..runner.metrics.gathering import from_rank_0, gather_results
-from .registries import factory, find, refuse_unknown
+from .registries import factory, found_in_scope, refuse_unknown, without
 
 
 def adapted_evaluator(cfg: Any, where: str, scope: str | None) -> Any:
@@ -33,9 +33,9 @@ def adapted_evaluator(cfg: Any, where: str, scope: str | None) -> Any:
     if isinstance(cfg, Evaluator) or cfg is None:
         return cfg
     if isinstance(cfg, Mapping) and "type" in cfg:
-        kind = find(EVALUATOR, cfg["type"])
+        kind = found_in_scope(cfg, EVALUATOR)
         if isinstance(kind, type) and issubclass(kind, Theirs):
-            arguments = {key: value for key, value in cfg.items() if key != "type"}
+            arguments = without(cfg, "type")
             check_call(factory(kind), arguments, where)
             return AdaptedEvaluator(lambda: kind(**arguments), None, scope)
     items = list(cfg) if isinstance(cfg, (list, tuple)) else [cfg]
@@ -43,9 +43,12 @@ def adapted_evaluator(cfg: Any, where: str, scope: str | None) -> Any:
     others: list[Any] = []
     for i, item in enumerate(items):
         key = f"{where}[{i}]" if isinstance(cfg, (list, tuple)) else where
-        (theirs if _is_theirs(item, key) else others).append(item)
+        if _is_theirs(item, key):
+            theirs.append(item)
+        else:
+            others.append(without(item) if isinstance(item, Mapping) else item)
     if not theirs:
-        return cfg
+        return others if isinstance(cfg, (list, tuple)) else others[0]
     return AdaptedEvaluator(lambda: Theirs(theirs), build_evaluator(others, where) if others else None, scope)
 
 
@@ -53,14 +56,14 @@ def _is_theirs(item: Any, where: str) -> bool:
     if isinstance(item, BaseMetric):
         return True
     kind = item["type"] if isinstance(item, Mapping) and "type" in item else item
-    found = find(METRICS, kind) if isinstance(kind, (str, type)) else None
+    found = found_in_scope(item, METRICS) if isinstance(kind, (str, type)) else None
     if found is None and isinstance(item, Mapping):
         refuse_unknown(kind, METRICS, OUR_METRICS, f"{where}.type")
     if not (isinstance(found, type) and issubclass(found, BaseMetric)):
         return False
     if not isinstance(item, Mapping):
         raise ConfigError(f"{where}: {kind!r} is not allowed, give dict(type=...)")
-    check_call(factory(found), {key: value for key, value in item.items() if key not in ("type", "_scope_")}, where)
+    check_call(factory(found), without(item, "type"), where)
     return True
 
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
+import mmengine.hooks
+import torch
 from mmengine.hooks import Hook as Theirs
+from mmengine.model import BaseAveragedModel
 from mmengine.registry import HOOKS, MODELS
 from mmengine.runner import get_priority
+from torch import nn
 
 from ..core.config import check_call
 from ..core.errors import ConfigError, nearest, suggest
 from ..core.registry import HOOKS as OURS
 from ..runner.hooks import POINTS, Hook
 from .augmentation import adapted_tta
-from .registries import factory, found_in_scope, is_mmengines, refuse_unknown, translated
+from .registries import factory, find, found_in_scope, is_mmengines, refuse_unknown, translated, without
 
 # MMEngine's hooks that work with the insides of its runner, and what takes their places.
 _INSTEAD = {
@@ -31,6 +36,11 @@ _INSTEAD = {
     "PrepareTTAHook": "flextrain.runner.hooks.PrepareTTAHook",
 }
 
+# Subclasses by projects that are MMEngine's hook unless one of these arguments has another value.
+_SAME_UNLESS: dict[str, dict[str, Any]] = {
+    "mmpretrain.engine.hooks.ema_hook.EMAHook": {"evaluate_on_ema": True, "evaluate_on_origin": False},
+}
+
 
 class AdaptedHook(Hook):
     """A hook of MMEngine.
@@ -38,16 +48,27 @@ class AdaptedHook(Hook):
     It has exactly the hook points that the other hook defines, so that the runner calls the methods directly.
 
     Args:
-        hook: the hook.
-        priority: its priority, from 0 to 100.
+        make: gives the hook, once what its constructor may look for exists: the run's visualizer, message hub and logger.
+        priority: its priority; None: that of the hook.
     """
 
-    def __init__(self, hook: Theirs, priority: int) -> None:
-        self.hook = hook
-        self.priority = priority
+    hook: Theirs
+
+    def __init__(self, make: Callable[[], Theirs], priority: Any = None) -> None:
+        self._make, self._given_priority = make, priority
+        if priority is not None:
+            self.priority = get_priority(priority)
+
+    def build(self) -> None:
+        """Make the hook, unless it is made already."""
+        if "hook" in vars(self):
+            return
+        self.hook = self._make()
+        if self._given_priority is None:
+            self.priority = get_priority(self.hook.priority)
         for point in POINTS:
-            if _defines(hook, point):
-                setattr(self, point, _by_position(hook, point))
+            if _defines(self.hook, point):
+                setattr(self, point, _by_position(self.hook, point))
 
 
 def _by_position(hook: Theirs, point: str) -> Any:
@@ -99,7 +120,7 @@ def adapted_hook(cfg: Any, where: str) -> Any:
                 "for which flextrain has its own"
             )
         _refuse_tied(type(cfg), where)
-        return AdaptedHook(cfg, get_priority(cfg.priority))
+        return AdaptedHook(lambda: cfg)
     given: Any = {"type": cfg} if isinstance(cfg, (str, type)) else cfg
     if not isinstance(given, Mapping) or "type" not in given:
         return cfg
@@ -107,17 +128,21 @@ def adapted_hook(cfg: Any, where: str) -> Any:
     name = getattr(found, "__name__", "")
     if found is None:
         refuse_unknown(given["type"], HOOKS, OURS, f"{where}.type")
-        return cfg
+        return without(given)
+    ours = without(given)
+    for key, value in _SAME_UNLESS.get(f"{getattr(found, '__module__', None)}.{name}", {}).items():
+        if ours.pop(key, value) != value:
+            raise ConfigError(f"{where}.{key}: {given[key]!r} is not allowed, flextrain's {name} has it always {value}")
+        found = getattr(mmengine.hooks, name)
     if is_mmengines(found) and name in OURS:
-        return {**given, "type": name, **_tta_of(given, where)}
+        return {**_averaging(ours, where), "type": name, **_tta_of(ours, where)}
     if not (isinstance(found, type) and issubclass(found, Theirs)):
-        return cfg if isinstance(given["type"], type) else {**given, "type": found}
+        return cfg if isinstance(given["type"], type) else {**without(given), "type": found}
     _refuse_tied(found, f"{where}.type")
-    arguments = {key: value for key, value in given.items() if key not in ("type", "priority", "_scope_")}
+    arguments = without(given, "type", "priority")
     build = factory(found, given.get("_scope_"))
     check_call(build, arguments, where)
-    hook = build(**arguments)
-    return AdaptedHook(hook, get_priority(given.get("priority", hook.priority)))
+    return AdaptedHook(functools.partial(build, **arguments), given.get("priority"))
 
 
 def _refuse_tied(kind: type, where: str) -> None:
@@ -126,8 +151,34 @@ def _refuse_tied(kind: type, where: str) -> None:
         if is_mmengines(base) and base.__name__ in _INSTEAD:
             raise ConfigError(
                 f"{where}: {kind.__name__} is a {base.__name__} of MMEngine, which works with MMEngine's runner only, subclass "
-                f"{_INSTEAD[base.__name__]}"
+                f"{_INSTEAD[base.__name__]}, or without its additions give type='mmengine.{base.__name__}'"
             )
+
+
+def _averaging(cfg: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """``cfg`` of an EMAHook, with an averaged model of a project as a function that gives the share of the weights.
+
+    Raises:
+        ConfigError: its average is not between the old one and the weights, the same way for all of them.
+    """
+    kind = find(MODELS, cfg.get("ema_type"))
+    if not (isinstance(kind, type) and issubclass(kind, BaseAveragedModel)):
+        return cfg
+    if is_mmengines(kind):
+        return {**cfg, "ema_type": kind.__name__}
+    own = {*inspect.signature(kind).parameters} - {"model", "interval", "device", "update_buffers"}
+    theirs = kind(nn.Identity(), **{key: cfg[key] for key in own & cfg.keys()})
+
+    def weight(updates: int) -> float:
+        average = torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64)
+        theirs.avg_func(average, torch.tensor([1.0, 0.0, 3.0], dtype=torch.float64), updates)
+        share = float(average[0])
+        if not torch.allclose(average, average.new_tensor([share, 1 - share, 3.0])):
+            raise ConfigError(f"{where}.ema_type: {kind.__name__}.avg_func does not mix the average and the weights")
+        return share
+
+    weight(1)
+    return {**{key: value for key, value in cfg.items() if key not in own}, "ema_type": weight}
 
 
 def _tta_of(cfg: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from mmengine.runner import LogProcessor as Theirs
 from ..core.config import check_call
 from ..runner.reporting import LogProcessor
 from ..runner.reporting.message_hub import AVERAGED
-from .registries import factory, find, is_mmengines
+from .registries import factory, found_in_scope, is_mmengines, without
 
 
 class AdaptedLogProcessor(LogProcessor):
@@ -50,10 +50,10 @@ def adapted_log_processor(cfg: Any, where: str) -> Any:
         return AdaptedLogProcessor(cfg)
     if not isinstance(cfg, Mapping) or "type" not in cfg:
         return cfg
-    found = find(LOG_PROCESSORS, cfg["type"])
+    found = found_in_scope(cfg, LOG_PROCESSORS)
     if not (isinstance(found, type) and issubclass(found, Theirs)):
-        return cfg
-    arguments = {key: value for key, value in cfg.items() if key not in ("type", "_scope_")}
+        return without(cfg)
+    arguments = without(cfg, "type")
     if is_mmengines(found):
         return arguments
     check_call(factory(found), arguments, where)

@@ -49,7 +49,8 @@ def _in_default_scope(registry: Theirs) -> Theirs:
     except ModuleNotFoundError as error:
         if error.name not in (module, current.scope_name):
             raise
-    return registry.root._search_child(current.scope_name) or registry
+    found = registry.root._search_child(current.scope_name)
+    return registry if found is None else found  # one whose modules are not imported yet has length 0
 
 
 def refuse_unknown(kind: Any, theirs: Theirs, ours: Ours, where: str) -> None:
@@ -103,8 +104,8 @@ def translated(cfg: Any, theirs: Theirs, where: str, ours: Ours | None = None, *
     if found is None:
         if also is not None:
             refuse_unknown(given["type"], theirs, also, where if isinstance(cfg, str) else f"{where}.type")
-        return cfg
-    arguments = {key: value for key, value in given.items() if key not in ("type", "_scope_")}
+        return cfg if isinstance(cfg, str) else without(cfg)
+    arguments = without(given, "type")
     name = getattr(found, "__name__", "")
     if ours is not None and is_mmengines(found):
         if name not in ours:
@@ -115,10 +116,20 @@ def translated(cfg: Any, theirs: Theirs, where: str, ours: Ours | None = None, *
     return {"type": factory(found, given.get("_scope_")), **arguments}
 
 
-def found_in_scope(cfg: Mapping[str, Any], theirs: Theirs) -> Any:
-    """What the type of ``cfg`` names, looked up in its ``_scope_`` if it has one; None if the registry has none."""
+def found_in_scope(cfg: Any, theirs: Theirs) -> Any:
+    """What ``cfg`` or its type names, looked up in its ``_scope_`` if it has one; None if the registry has none.
+
+    MMEngine writes ``_scope_`` into what a file inherits from another project's: ``_base_ = "mmdet::..."``.
+    """
+    if not isinstance(cfg, Mapping):
+        return find(theirs, cfg)
     with DefaultScope.overwrite_default_scope(cfg.get("_scope_")):
         return find(theirs, cfg["type"])
+
+
+def without(cfg: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """``cfg`` without ``_scope_``, which says where its type is looked up, and without ``names``."""
+    return {key: value for key, value in cfg.items() if key not in ("_scope_", *names)}
 
 
 def factory(found: Any, scope: str | None = None) -> Any:

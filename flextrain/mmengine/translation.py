@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import mmengine.runner
 from mmengine._strategy import BaseStrategy as Theirs
 from mmengine.dataset import pseudo_collate
 from mmengine.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, LOOPS, MODELS, PARAM_SCHEDULERS, STRATEGIES
@@ -20,12 +21,17 @@ from ..core.registry import PARAM_SCHEDULERS as OUR_SCHEDULERS
 from ..core.registry import STRATEGIES as OUR_STRATEGIES
 from ..runner.data.samplers import ShardedSampler
 from ..runner.hooks import DEFAULT_HOOKS
+from ..runner.loops.base import BaseLoop
+from ..runner.loops.epoch import EpochBasedTrainLoop
+from ..runner.loops.evaluate import TestLoop, ValLoop
+from ..runner.loops.iteration import IterBasedTrainLoop
 from .augmentation import adapted_tta
 from .constructors import adapted_optim_wrapper
 from .evaluation import adapted_evaluator
 from .hooks import adapted_hook
 from .log_processors import adapted_log_processor
-from .registries import find, found_in_scope, is_mmengines, translated
+from .registries import found_in_scope, is_mmengines, translated, without
+from .schedulers import adapted_scheduler
 from .visualizers import adapted_visualizer
 
 _READ_BY_MMENGINE = (
@@ -38,6 +44,11 @@ _READ_BY_MMENGINE = (
     "sync_bn",
 )
 """Names that MMEngine's runners read from the configuration; flextrain's says what takes the place of each."""
+
+
+# Hooks of projects ask for the kind of a loop.
+for _ours in (BaseLoop, EpochBasedTrainLoop, IterBasedTrainLoop, ValLoop, TestLoop):
+    getattr(mmengine.runner, _ours.__name__).register(_ours)
 
 
 def translated_arguments(given: Mapping[str, Any], cfg: Mapping[str, Any], scope: str | None) -> dict[str, Any]:
@@ -84,7 +95,7 @@ def translated_arguments(given: Mapping[str, Any], cfg: Mapping[str, Any], scope
 def _ordinary(value: Any) -> Any:
     """``value`` with the dicts that the runner itself reads as ordinary ones; arguments of classes stay as they are."""
     if isinstance(value, Mapping) and "type" not in value:
-        return {key: _ordinary(item) for key, item in value.items()}
+        return {key: _ordinary(item) for key, item in without(value).items()}
     return dict(value) if isinstance(value, Mapping) else value
 
 
@@ -112,7 +123,7 @@ def translated_dataloader(cfg: Any, where: str) -> Any:
     """A dataloader's configuration for flextrain; anything else is returned as it is."""
     if not isinstance(cfg, Mapping):
         return cfg
-    found = dict(cfg)
+    found = without(cfg)
     if "loader" in found:
         return found
     if isinstance(found.get("sampler"), Mapping) and _divides(found["sampler"]):
@@ -145,25 +156,25 @@ def _sampler(cfg: Mapping[str, Any], where: str) -> Any:
 
 
 def _function(cfg: Any) -> Any:
-    given = {"type": cfg} if isinstance(cfg, str) else dict(cfg)
-    found = find(FUNCTIONS, given.get("type"))
-    return cfg if found is None else {**given, "type": found}
+    given = {"type": cfg} if isinstance(cfg, str) else {"type": None, **cfg}
+    found = found_in_scope(given, FUNCTIONS)
+    return cfg if found is None else {**without(given), "type": found}
 
 
 def _loop(cfg: Any, where: str) -> Any:
     if not isinstance(cfg, Mapping) or "type" not in cfg:
         return cfg
-    kind = find(LOOPS, cfg["type"])
+    kind = found_in_scope(cfg, LOOPS)
     if kind is None:
-        return cfg
+        return without(cfg)
     if is_mmengines(kind) and kind.__name__ in OUR_LOOPS:
-        return {**cfg, "type": kind.__name__}
+        return {**without(cfg), "type": kind.__name__}
     if any(is_mmengines(base) for base in getattr(kind, "__mro__", ())):
         raise ConfigError(
             f"{where}.type: {kind.__name__} is a loop of MMEngine, which works with MMEngine's runner only, derive it "
             f"from flextrain.runner.{_loop_of_ours(kind)}, whose methods are called alike"
         )
-    return {**cfg, "type": kind}
+    return {**without(cfg), "type": kind}
 
 
 def _loop_of_ours(kind: type) -> str:
@@ -177,13 +188,16 @@ def _schedulers(cfg: Any, where: str) -> Any:
     if isinstance(cfg, (list, tuple)):
         return [_schedulers(item, f"{where}[{i}]") for i, item in enumerate(cfg)]
     if isinstance(cfg, Mapping) and "type" not in cfg:
-        return {name: _schedulers(item, f"{where}.{name}") for name, item in cfg.items()}
-    kind = find(PARAM_SCHEDULERS, cfg["type"] if isinstance(cfg, Mapping) else cfg)
+        return {name: _schedulers(item, f"{where}.{name}") for name, item in without(cfg).items()}
+    kind = found_in_scope(cfg, PARAM_SCHEDULERS)
+    given = without(cfg) if isinstance(cfg, Mapping) else {}
     bases: tuple[type, ...] = (kind if isinstance(kind, type) else type(kind)).__mro__
     if not any(is_mmengines(base) for base in bases):
-        return cfg
+        return given or cfg
     if isinstance(kind, type) and is_mmengines(kind) and kind.__name__ in OUR_SCHEDULERS:
-        return {**(cfg if isinstance(cfg, Mapping) else {}), "type": kind.__name__}
+        return {**given, "type": kind.__name__}
+    if isinstance(kind, type) and (adapted := adapted_scheduler(kind)) is not None:
+        return {**given, "type": adapted}
     name = bases[0].__name__
     raise ConfigError(
         f"{where}: {name} is a scheduler of MMEngine, which works with MMEngine's optimizer wrappers only, subclass one of "

@@ -13,7 +13,7 @@ from mmengine.visualization import Visualizer as Theirs
 
 from ..core.config import check_call
 from ..runner.reporting import Visualizer
-from .registries import factory, find
+from .registries import factory, found_in_scope, without
 
 
 class AdaptedVisualizer(Visualizer):
@@ -55,7 +55,7 @@ class AdaptedVisualizer(Visualizer):
         self.theirs = self._theirs_given
         if not isinstance(self._theirs_given, Theirs):
             cfg = {"name": name, "save_dir": log_dir, **self._theirs_given}
-            for kind in (Theirs, find(VISUALIZERS, cfg["type"])):
+            for kind in (Theirs, found_in_scope(cfg, VISUALIZERS)):
                 kind._instance_dict.pop(cfg["name"], None)
             self.theirs = VISUALIZERS.build(cfg)
 
@@ -129,8 +129,8 @@ def adapted_visualizer(cfg: Any, where: str) -> Any:
     if cfg is None:
         cfg = {"type": "Visualizer", "vis_backends": [{"type": "LocalVisBackend"}]}
     if not isinstance(cfg, Theirs):
-        found = find(VISUALIZERS, cfg["type"]) if isinstance(cfg, Mapping) and "type" in cfg else None
+        found = found_in_scope(cfg, VISUALIZERS) if isinstance(cfg, Mapping) and "type" in cfg else None
         if not (isinstance(found, type) and issubclass(found, Theirs)):
-            return cfg
-        check_call(factory(found), {key: value for key, value in cfg.items() if key not in ("type", "_scope_")}, where)
+            return without(cfg) if isinstance(cfg, Mapping) else cfg
+        check_call(factory(found), without(cfg, "type"), where)
     return AdaptedVisualizer(cfg)

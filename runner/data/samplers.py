@@ -46,6 +46,7 @@ class ShardedSampler(Sampler[int]):
     def __init__(
         self, dataset: Sized, shuffle: bool = True, seed: int | None = None, *, shard: tuple[int, int] | None = None
     ) -> None:
+        self.dataset = dataset  # batch samplers of projects look at the samples
         self.num_samples = len(dataset)
         self.shuffle = shuffle
         self.seed = seed or 0

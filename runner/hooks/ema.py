@@ -30,7 +30,8 @@ class EMAHook(Hook):
 
     Args:
         ema_type: ExponentialMovingAverage, StochasticWeightAverage (the mean of all), or MomentumAnnealingEMA (the
-            momentum falls like ``gamma / (gamma + updates)`` to its minimum ``momentum``).
+            momentum falls like ``gamma / (gamma + updates)`` to its minimum ``momentum``), or a function that gives the
+            momentum for a number of former updates.
         strict_load: raise if a checkpoint's averages have other names; otherwise the model's weights fill the gaps.
         begin_iter: first iteration that counts in the average.
         begin_epoch: first epoch that counts in the average; give only one of the two.
@@ -45,7 +46,7 @@ class EMAHook(Hook):
 
     def __init__(
         self,
-        ema_type: AverageType = "ExponentialMovingAverage",
+        ema_type: AverageType | Callable[[int], float] = "ExponentialMovingAverage",
         strict_load: bool = False,
         begin_iter: int = 0,
         begin_epoch: int = 0,
@@ -203,9 +204,17 @@ def _refresh(runner: Run) -> None:
             wrapper.refresh()
 
 
-def _weight_of(kind: str, momentum: float | None, gamma: int | None, interval: int) -> Callable[[int], float]:
+def _weight_of(
+    kind: str | Callable[[int], float], momentum: float | None, gamma: int | None, interval: int
+) -> Callable[[int], float]:
     """Return a function from the number of former updates to the share of the newest weights."""
     where = "EMAHook"
+    if callable(kind):
+        if momentum is not None or gamma is not None:
+            raise ConfigError(
+                f"{where}.{'gamma' if momentum is None else 'momentum'}: has no meaning with a function as ema_type, leave it out"
+            )
+        return kind
     if gamma is not None and (kind != "MomentumAnnealingEMA" or gamma < 1):
         raise ConfigError(f"{where}.gamma: {gamma} is not allowed with {kind}, give 1 or more to MomentumAnnealingEMA")
     if kind == "StochasticWeightAverage":

@@ -161,7 +161,7 @@ class NonFiniteHook(Hook):
 
 def _left_out(runner: Run) -> int:
     """Return the number of updates that the guards have skipped."""
-    wrappers = runner.optim_wrapper.wrappers.values() if runner.optim_wrapper else ()
+    wrappers = runner.optim_wrapper.wrappers.values() if runner.optim_wrapper is not None else ()
     return sum(wrapper.guard.left_out for wrapper in wrappers if wrapper.guard is not None)
 
 

@@ -45,7 +45,7 @@ class Shared:
 
         A runner's has the name of the experiment, and comes before one that was made with this name.
         """
-        found: T | None = cls._of_runners.get(name) or cls._named.get(name)
+        found: T | None = cls._of_runners.get(name, cls._named.get(name))
         if found is None:
             found = cls._named[name] = cls(name=name, **kwargs)
             found._becomes_newest()
@@ -56,7 +56,8 @@ class Shared:
         """Return the one of the runner that runs; see the class."""
         if cls._active:
             return cls._active[-1]  # type: ignore[no-any-return]
-        return next(iter(cls._newest), None) or cls._without_runner()
+        newest: T | None = next(iter(cls._newest), None)
+        return cls._without_runner() if newest is None else newest
 
     @classmethod
     def check_instance_created(cls, name: str) -> bool:

@@ -63,8 +63,8 @@ def data_facts(runner: Run, loop: Mapping[str, Any]) -> DataFacts:
     return DataFacts(
         seed=runner.seed,
         sampler=data.sampler_name,
-        sampler_seed=sampler.seed if sampler else None,
-        shuffle=sampler.shuffle if sampler else None,
+        sampler_seed=None if sampler is None else sampler.seed,
+        shuffle=None if sampler is None else sampler.shuffle,
         num_samples=data.num_samples,
         shards=runner.strategy.topology.data.count,
         batch_size=batch_size(runner.train_dataloader),
@@ -72,7 +72,7 @@ def data_facts(runner: Run, loop: Mapping[str, Any]) -> DataFacts:
         drop_last=data.drop_last,
         epoch_length=data.epoch_length,
         position=data.position(loop["epoch"], loop["inner"]),
-        by_index=sampler.by_index if sampler else False,
+        by_index=sampler is not None and sampler.by_index,
         workers=data.stream_workers,
         fingerprint=data.fingerprint,
     )

@@ -143,7 +143,7 @@ class RehearsedZero(Strategy):
         assert self._zero is not None
         state: dict[str, Any] = dict(self._offered())
         names = {id(parameter): name for name, parameter in self.named_parameters()}
-        for wrapper in self.optim.wrappers.values() if self.optim else ():
+        for wrapper in self.optim.wrappers.values() if self.optim is not None else ():
             for master, group, parameters in self._zero.updated(wrapper.optimizer):
                 settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
                 for name, parameter in ((names[id(parameter)], parameter) for parameter in parameters):

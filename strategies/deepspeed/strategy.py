@@ -486,7 +486,9 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         fragments = self._engine_state.fragments
         optimizer = self._engine_state.optimizer if self._wrapper else None
-        states = [value for kept in optimizer.state.values() for value in kept.values()] if optimizer else []
+        states = (
+            [value for kept in optimizer.state.values() for value in kept.values()] if optimizer is not None else []
+        )
         sent = self.config.communication_data_type
         return PrecisionReport(
             compute=(self._request.dtype,),

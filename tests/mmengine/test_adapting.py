@@ -12,12 +12,13 @@ from mmengine.config import Config, ConfigDict
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
 from mmengine.logging import HistoryBuffer, MessageHub, MMLogger, print_log
-from mmengine.model import BaseModel, BaseModule
+from mmengine.model import BaseModel, BaseModule, ExponentialMovingAverage
 from mmengine.registry import HOOKS, METRICS, MODELS, DefaultScope
-from mmengine.runner import LogProcessor
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, LogProcessor
 from mmengine.visualization import Visualizer
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import BatchSampler
 
 from flextrain import ConfigError
 from flextrain.mmengine import FlexibleRunner
@@ -133,6 +134,19 @@ def test_a_scope_of_one_part(tmp_path: Path) -> None:
     head = dict(type="Head", channels=8, _scope_="mm_digits")
     runner = FlexibleRunner(model=head, work_dir=str(tmp_path))
     assert type(runner.model).__name__ == "Head"
+
+
+def test_parts_inherited_from_another_project(tmp_path: Path) -> None:
+    """MMEngine writes the scope into all parts of ``_base_ = "mm_digits::..."``, and into every dict that is read there."""
+    cfg = configuration(tmp_path, default_scope="mmengine", log_processor=dict(type="LogProcessor"))
+    cfg.optim_wrapper.constructor = "mm_digits.LayerDecay"  # names alone, which have no scope
+    cfg.custom_hooks[0].ema_type = "mm_digits.SlowingAverage"
+    inherited = Config._dict_to_config_dict(cfg._cfg_dict, "mm_digits")
+    Config._parse_scope(inherited.train_dataloader)
+    runner = FlexibleRunner.from_cfg(Config(inherited))
+    assert inherited.param_scheduler[0]._scope_ == inherited.train_dataloader._scope_ == "mm_digits"
+    runner.train()
+    assert runner.iter == 12
 
 
 def test_an_unknown_name_raises(tmp_path: Path) -> None:
@@ -418,6 +432,7 @@ def test_hooks_read_the_run(tmp_path: Path) -> None:
                 work_dir=runner.work_dir,
                 inputs=len(data_batch["inputs"]),
                 loss=float(outputs["loss"]),
+                loops=[isinstance(runner.train_loop, kind) for kind in (EpochBasedTrainLoop, IterBasedTrainLoop)],
             )
 
     runner = FlexibleRunner(**arguments(tmp_path, custom_hooks=[Reader()]))
@@ -434,6 +449,7 @@ def test_hooks_read_the_run(tmp_path: Path) -> None:
         model="Net",
         work_dir=str(tmp_path),
         inputs=2,
+        loops=[True, False],
     )
 
 
@@ -536,6 +552,31 @@ def test_several_optimizers(tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in runner.model.state_dict().items()}
     runner.train()
     assert all(not torch.equal(value, before[name]) for name, value in runner.model.state_dict().items())
+
+
+class ByValue(BatchSampler):
+    """Looks at the samples behind the sampler's indices, as those of projects do to put like with like."""
+
+    def __iter__(self) -> Any:
+        found: dict[bool, list[int]] = {False: [], True: []}
+        for index in self.sampler:
+            batch = found[float(self.sampler.dataset[index]["inputs"][0]) > 3]  # type: ignore[attr-defined]
+            batch.append(index)
+            if len(batch) == self.batch_size:
+                yield batch[:]
+                batch.clear()
+
+
+def test_batch_samplers_look_at_the_samples(tmp_path: Path) -> None:
+    loader = dict(batch_size=2, dataset=samples(), batch_sampler=dict(type=ByValue))
+    seen: list[list[bool]] = []
+
+    class Look(Hook):
+        def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+            seen.append([bool(each[0] > 3) for each in data_batch["inputs"]])
+
+    FlexibleRunner(**arguments(tmp_path, train_dataloader=loader, custom_hooks=[Look()])).train()
+    assert sorted(seen) == [[False, False]] * 2 + [[True, True]] * 2
 
 
 def test_training_by_iterations_with_an_endless_sampler(tmp_path: Path) -> None:
@@ -669,6 +710,11 @@ def test_a_constructor_of_several_optimizers_is_refused(tmp_path: Path) -> None:
 # Refused by name
 
 
+class Odd(ExponentialMovingAverage):
+    def avg_func(self, averaged_param: Any, source_param: Any, steps: int) -> None:
+        averaged_param.copy_(torch.maximum(averaged_param, source_param))
+
+
 class OwnCheckpoints(HOOKS.get("CheckpointHook")):  # type: ignore[misc]
     pass
 
@@ -679,6 +725,10 @@ class OwnCheckpoints(HOOKS.get("CheckpointHook")):  # type: ignore[misc]
         (
             dict(custom_hooks=[dict(type=OwnCheckpoints)]),
             r"custom_hooks\[0\].type: OwnCheckpoints is a CheckpointHook of MMEngine, .* subclass flextrain.runner.hooks.Che",
+        ),
+        (
+            dict(custom_hooks=[dict(type="EMAHook", ema_type=Odd)]),
+            r"custom_hooks\[0\].ema_type: Odd.avg_func does not mix",
         ),
         (
             dict(custom_hooks=[dict(type="PrepareTTAHook", tta_cfg=dict(type="Nothing"))]),
@@ -712,7 +762,7 @@ def test_classes_on_top_of_mmengines_runner_are_refused(tmp_path: Path) -> None:
         pass
 
     class OwnSchedule(LinearLR):
-        pass
+        def step(self) -> None: ...
 
     for changes, message in [
         (

@@ -51,6 +51,10 @@ def test_it_trains_as_with_mmengines_own_runner(tmp_path: Path) -> None:
     assert len(journal_of(ours).losses) == 12
     assert journal_of(ours).entries == journal_of(theirs).entries
     assert largest_difference(dict(ours.model.state_dict()), dict(theirs.model.state_dict())) < 1e-6
+    averages = torch.load(tmp_path / "theirs" / "epoch_3.pth", weights_only=False)[
+        "state_dict"
+    ]  # in the weights' place
+    assert largest_difference(saved_weights(tmp_path / "ours", averaged=True), averages) < 1e-6
     found, expected = ours.test(), theirs.test()
     assert found == pytest.approx(expected)
     assert found["digits/count"] == 19

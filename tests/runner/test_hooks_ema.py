@@ -79,6 +79,7 @@ def reference(weights: list[float | None]) -> list[float]:
         ({"ema_type": "StochasticWeightAverage", "interval": 2}, [1.0, None, 1 / 2, None, 1 / 3]),
         ({"ema_type": "MomentumAnnealingEMA"}, [1.0, 100 / 101, 100 / 102, 100 / 103, 100 / 104]),
         ({"ema_type": "MomentumAnnealingEMA", "gamma": 1, "momentum": 0.3}, [1.0, 1 / 2, 1 / 3, 0.3, 0.3]),
+        ({"ema_type": lambda updates: 1 / (2 + updates)}, [1.0, 1 / 3, 1 / 4, 1 / 5, 1 / 6]),
     ],
 )
 def test_averages(runner: Any, options: dict[str, Any], weights: list[float | None]) -> None:
@@ -191,6 +192,7 @@ def test_averages_of_other_weights_are_filled_up_or_refused(runner: Any) -> None
         ({"gamma": 10}, "EMAHook.gamma: 10 is not allowed with ExponentialMovingAverage"),
         ({"ema_type": "MomentumAnnealingEMA", "gamma": 0}, "EMAHook.gamma: 0 is not allowed"),
         ({"ema_type": "StochasticWeightAverage", "momentum": 0.1}, "EMAHook.momentum: has no meaning with"),
+        ({"ema_type": lambda updates: 0.5, "gamma": 2}, "EMAHook.gamma: has no meaning with a function"),
         ({"interval": 0}, "EMAHook.interval: 0 is not allowed"),
         ({"begin_iter": 1, "begin_epoch": 1}, "EMAHook.begin_iter: 1 with begin_epoch=1 is not allowed"),
         ({"begin_iter": -1}, "EMAHook.begin_iter: -1"),

@@ -37,7 +37,7 @@ from flextrain.runner.metrics.evaluator import Evaluator
 from flextrain.runner.reporting import JsonLinesReporter, LogProcessor, Visualizer
 
 from .overriding import Gan, Merging, Net, augmented, life, loader, overridable, spying
-from .training import SGD, Accuracy
+from .training import SGD, Accuracy, Samples
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -342,6 +342,42 @@ def test_every_public_base_class_has_a_case() -> None:
     kinds = {value for value in public if isinstance(value, type) and not issubclass(value, Exception)}
     for kind in sorted(kinds - bases - NO_BASES.keys(), key=lambda kind: kind.__name__):
         raise AssertionError(f"{kind.__name__} has no case")
+
+
+def without_truth(base: type) -> Any:
+    """A subclass whose objects are neither true nor false; an empty container is false, and still was given."""
+
+    def asked(self: object) -> bool:
+        raise TypeError(f"{base.__name__} was asked whether it is true")
+
+    return type(base.__name__, (base,), {"__bool__": asked})
+
+
+def test_nobody_asks_whether_a_part_is_true(tmp_path: Path) -> None:
+    made: list[Any] = []
+
+    def parts() -> dict[str, Any]:
+        made.append(without_truth(Visualizer)())
+        return dict(
+            model=without_truth(Net),
+            strategy=without_truth(SingleDeviceStrategy)(),
+            train_dataloader=dict(
+                batch_size=4,
+                dataset=without_truth(Samples)(8),
+                sampler=dict(type=without_truth(DefaultSampler)),
+                batch_sampler=dict(type=without_truth(torch.utils.data.BatchSampler)),
+                collate_fn="default_collate",
+            ),
+            optim_wrapper=dict(type=without_truth(OptimWrapper), optimizer=dict(type=without_truth(Mine), lr=0.1)),
+            param_scheduler=[dict(type=without_truth(LinearLR), end=2)],
+            val_evaluator=without_truth(Evaluator)([without_truth(Accuracy)()]),
+            visualizer=made[-1],
+            log_processor=without_truth(LogProcessor)(),
+        )
+
+    life(tmp_path, parts)
+    assert Visualizer.get_current_instance() is made[-1]
+    assert Visualizer.get_instance(made[0].instance_name) is made[0]
 
 
 NO_BASES = {

@@ -123,7 +123,7 @@ class Pipeline(Axis):
                     f"strategy.wrap: {type(unit).__name__} contains {names[0]} and {names[1]}, which may be on two stages of the "
                     "pipeline; choose modules inside of one layer"
                 )
-        window = min((wrapper.accumulate for wrapper in optim.wrappers.values()), default=0) if optim else 0
+        window = min((wrapper.accumulate for wrapper in optim.wrappers.values()), default=0) if optim is not None else 0
         if 0 < window < self.size * self._each:
             _logger.warning(
                 f"strategy.pp: an update has {counted(window, 'micro-batch', 'micro-batches')} for {self.size * self._each} stages, "

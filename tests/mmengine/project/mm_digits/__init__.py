@@ -1,3 +1,4 @@
-"""A project on top of MMEngine, as downstream repositories have it: it knows nothing of flextrain."""
+"""A project on top of MMEngine, as downstream repositories have it: it knows nothing of flextrain.
 
-from . import constructors, datasets, hooks, metrics, models, transforms, visualizers  # noqa: F401
+As in them, nobody imports its modules: the registries do, when they look for a name.
+"""

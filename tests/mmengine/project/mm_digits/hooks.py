@@ -1,5 +1,6 @@
 from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
+from mmengine.visualization import Visualizer
 
 from .registry import HOOKS
 
@@ -33,10 +34,14 @@ class Journal(Hook):
 
 @HOOKS.register_module()
 class DrawDigits(Hook):
-    """Gives the first sample of every validation to the visualizer."""
+    """Gives the first sample of every validation to the visualizer, which it looks for when it is made."""
+
+    def __init__(self):
+        self.visualizer = Visualizer.get_current_instance()
+        MMLogger.get_current_instance().info("DrawDigits draws")
 
     def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         if batch_idx == 0:
             sample = outputs[0]
             image = data_batch["inputs"][0][0].numpy()
-            runner.visualizer.add_datasample("digit", image, data_sample=sample, step=runner.iter)
+            self.visualizer.add_datasample("digit", image, data_sample=sample, step=runner.iter)

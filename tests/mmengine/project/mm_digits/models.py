@@ -1,6 +1,8 @@
+import math
+
 import torch
 from mmengine.logging import MessageHub, print_log
-from mmengine.model import BaseModel, BaseModule, BaseTTAModel, Sequential
+from mmengine.model import BaseModel, BaseModule, BaseTTAModel, ExponentialMovingAverage, Sequential
 from torch import nn
 from torch.nn import functional
 
@@ -75,6 +77,17 @@ class Classifier(BaseModel):
             loss_size=[0.001 * logits.square().mean()],
             accuracy=(logits.argmax(1) == labels).float().mean(),
         )
+
+
+@MODELS.register_module()
+class SlowingAverage(ExponentialMovingAverage):
+    def __init__(self, model, momentum=0.0002, gamma=2000, interval=1, device=None, update_buffers=False):
+        super().__init__(model, momentum, interval, device, update_buffers)
+        self.gamma = gamma
+
+    def avg_func(self, averaged_param, source_param, steps):
+        momentum = (1 - self.momentum) * math.exp(-steps / self.gamma) + self.momentum
+        averaged_param.mul_(1 - momentum).add_(source_param, alpha=momentum)
 
 
 @MODELS.register_module()

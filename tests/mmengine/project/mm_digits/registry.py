@@ -5,6 +5,7 @@ from mmengine.registry import MODELS as MMENGINE_MODELS
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS as MMENGINE_CONSTRUCTORS
 from mmengine.registry import OPTIM_WRAPPERS as MMENGINE_OPTIM_WRAPPERS
 from mmengine.registry import OPTIMIZERS as MMENGINE_OPTIMIZERS
+from mmengine.registry import PARAM_SCHEDULERS as MMENGINE_PARAM_SCHEDULERS
 from mmengine.registry import TRANSFORMS as MMENGINE_TRANSFORMS
 from mmengine.registry import VISBACKENDS as MMENGINE_VISBACKENDS
 from mmengine.registry import VISUALIZERS as MMENGINE_VISUALIZERS
@@ -23,6 +24,9 @@ OPTIM_WRAPPER_CONSTRUCTORS = Registry(
     parent=MMENGINE_CONSTRUCTORS,
     scope=SCOPE,
     locations=["mm_digits.constructors"],
+)
+PARAM_SCHEDULERS = Registry(
+    "parameter scheduler", parent=MMENGINE_PARAM_SCHEDULERS, scope=SCOPE, locations=["mm_digits.schedules"]
 )
 OPTIMIZERS = Registry("optimizer", parent=MMENGINE_OPTIMIZERS, scope=SCOPE)
 OPTIM_WRAPPERS = Registry("optim_wrapper", parent=MMENGINE_OPTIM_WRAPPERS, scope=SCOPE)

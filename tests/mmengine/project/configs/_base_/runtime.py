@@ -1,5 +1,4 @@
 default_scope = "mm_digits"
-custom_imports = dict(imports=["mm_digits"], allow_failed_imports=False)
 project_name = "digits"
 default_hooks = dict(
     timer=dict(type="IterTimerHook"),

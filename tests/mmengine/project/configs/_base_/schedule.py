@@ -4,7 +4,7 @@ optim_wrapper = dict(
     clip_grad=dict(max_norm=1.0),
 )
 param_scheduler = [
-    dict(type="LinearLR", start_factor=0.1, by_epoch=False, begin=0, end=4),
+    dict(type="QuadraticRise", begin=0, end=1, convert_to_iter_based=True),
     dict(type="CosineAnnealingLR", T_max=2, by_epoch=True, begin=1, end=3, convert_to_iter_based=True),
 ]
 train_cfg = dict(type="EpochBasedTrainLoop", max_epochs=3, val_interval=1)

@@ -1,0 +1,17 @@
+_base_ = "mmseg::pspnet/pspnet_r18-d8_4xb2-80k_cityscapes-512x1024.py"
+
+norm_cfg = dict(type="BN")  # torch's SyncBatchNorm needs an accelerator
+head = dict(norm_cfg=norm_cfg, dropout_ratio=0.0)
+model = dict(
+    data_preprocessor=dict(size=(64, 64)),
+    pretrained=None,
+    backbone=dict(norm_cfg=norm_cfg),
+    decode_head=head,
+    auxiliary_head=head,
+)
+pipeline = [dict(type="LoadImageFromFile"), dict(type="LoadAnnotations"), dict(type="PackSegInputs")]
+train_dataloader = dict(batch_size=4, dataset=dict(pipeline=pipeline))
+val_dataloader = dict(dataset=dict(pipeline=pipeline))
+test_dataloader = val_dataloader
+train_cfg = dict(max_iters=4, val_interval=2)
+default_hooks = dict(checkpoint=dict(interval=2))
