@@ -13,7 +13,7 @@ PYTEST_SESSIONS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() 
 PYTEST = $(PY) -m pytest --numprocesses $(PYTEST_SESSIONS) --dist worksteal $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs types-and-docs test test-fast test-full test-cluster test-oldest test-gpu test-mmengine test-openmmlab async-io npu-sources lint types unit pytest release-check \
+.PHONY: help demo docs types-and-docs test test-fast test-full test-fuzz test-cluster test-oldest test-gpu test-mmengine test-openmmlab async-io npu-sources lint types unit pytest release-check \
 	bench format clean distclean
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make test    lint, type check and the whole test suite"
 	@echo "make test-fast  the tests that start no process, in a minute: for while you write"
 	@echo "make test-full  the same with every combination of strategies and processes"
+	@echo "make test-fuzz  2,000 random models under every strategy, beside a loop by hand (FUZZ='--runs 100 --seed 7')"
 	@echo "make test-cluster  Slurm, MPI, torchrun and Ray, started on this machine; root installs what they need"
 	@echo "make test-oldest  the suite with the oldest versions that pyproject.toml allows, on Python 3.10"
 	@echo "make release-check  the wheel in clean environments, oldest and newest versions; minutes and 5 GB each"
@@ -51,6 +52,10 @@ test-fast: $(VENV)/.installed-dev
 test-full: PYTEST_ARGS += -m "not cluster"
 test-full: lint types docs async-io unit
 	$(MAKE) test-cluster PYTEST_ARGS=
+
+FUZZ ?= --runs 2000
+test-fuzz: $(VENV)/.installed-dev
+	$(PY) -m tests.fuzz $(FUZZ)
 
 # Real launchers on pretended machines. What cannot be installed or made here (packages, network namespaces) skips its tests.
 CLUSTER_PACKAGES := slurmctld slurmd slurm-client openmpi-bin mpich iproute2

@@ -167,7 +167,9 @@ def refusal(stage: int, optimizer: dict[str, Any]) -> tuple[str, int]:
     return "", len(done)
 
 
-@pytest.mark.parametrize("stage", [0, 2, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "stage", [0, 2, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)]
+)
 def test_an_update_that_would_move_what_nobody_uses_is_refused(workers2: WorkerGroup, stage: int) -> None:
     for optimizer in (dict(type="AdamW", lr=1e-3), dict(type="SGD", lr=0.1, momentum=0.9)):
         for message, done in workers2.run(refusal, stage, optimizer):

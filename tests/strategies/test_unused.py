@@ -200,7 +200,9 @@ UNITS = dict(wrap=["Expert"])
 )
 def test_as_one_device(workers2: WorkerGroup, spec: dict[str, Any], model: Any) -> None:
     for accumulate in (1, 2):
-        assert max(workers2.run(difference, spec, accumulate, model)) < (1e-12 if model.dtype is torch.float64 else 1e-5)
+        assert max(workers2.run(difference, spec, accumulate, model)) < (
+            1e-12 if model.dtype is torch.float64 else 1e-5
+        )
 
 
 @pytest.mark.deepspeed
