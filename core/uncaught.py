@@ -156,10 +156,9 @@ def _is_one_stream() -> bool:
 
 def has_bug_of_the_user(error: BaseException) -> bool:
     """Whether an error follows from one of another kind that came from the user's code, whose traceback is needed."""
-    return any(
-        not isinstance(each, tuple(_kinds)) and _the_user_s(each.__traceback__) is not None
-        for each in _before_it(error)
-    )
+    causes = [each for each in _before_it(error) if not isinstance(each, tuple(_kinds))]
+    found = [_the_user_s(each.__traceback__) for each in causes]
+    return any(frame is not None and "site-packages" not in frame[0].f_code.co_filename for frame in found)
 
 
 def _before_it(error: BaseException) -> Iterator[BaseException]:

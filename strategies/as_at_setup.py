@@ -31,6 +31,7 @@ class ParametersAsMade:
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if vars(parameter) or gradient_hooks(parameter) or _is_subclass(parameter)
         }
+        self._hooked = {id(made) for made, _ in self._made.values() if gradient_hooks(made)}  # strategies have hooks too
 
     def give(self, module: nn.Module, strategy: str, topology: Topology) -> None:
         """Give attributes to the parameters that are there now, and hooks the gradients of whole micro-batches.
@@ -42,13 +43,13 @@ class ParametersAsMade:
             StrategyError: on every process, if hooks would not be called as on one device, or a class of the user's is lost.
         """
         held = dict(module.named_parameters(remove_duplicate=False))
-        if any(gradient_hooks(made) or _is_subclass(made) for made, _ in self._made.values()):  # then on every process
+        if self._hooked or any(_is_subclass(made) for made, _ in self._made.values()):  # then on every process
             with raising_together():
                 self._check(held, strategy, topology)
         for made, own in {made: held[name] for name, (made, _) in self._made.items() if name in held}.items():
             if own is not made:
                 vars(own).update({key: value for key, value in vars(made).items() if key not in vars(own)})
-            elif topology.data.count > 1 and gradient_hooks(own):
+            elif topology.data.count > 1 and id(made) in self._hooked:
                 call_first(own, lambda gradient: topology.data.mean(gradient.clone()))
 
     def _check(self, held: Mapping[str, nn.Parameter], strategy: str, topology: Topology) -> None:
@@ -58,7 +59,7 @@ class ParametersAsMade:
                     f"model.{name}: is a {type(made).__name__}, a subclass of torch.nn.Parameter, and {strategy} divides it into "
                     "plain ones; set an attribute on it instead, which stays, or choose DDPStrategy"
                 )
-            if name not in held or not gradient_hooks(made):
+            if name not in held or id(made) not in self._hooked:
                 continue
             is_whole = (
                 topology.model is None or name not in self._tied
@@ -122,9 +123,9 @@ class AsAtSetup:
             self._tables = self._found()
         for name, parameter, was_trained, hooks in self._states:
             if parameter.requires_grad is not was_trained and (why := self._why_not(was_trained)):
-                states = ("frozen", "trainable") if was_trained else ("trainable", "frozen")
+                states = "is frozen now and was trainable" if was_trained else "is trainable now and was frozen"
                 raise StrategyError(
-                    f"model: {name} is {states[0]} now and was {states[1]} when training was set up, {why}; use "
+                    f"model: {name} {states} when training was set up, {why}; use "
                     'strategy="fsdp", or end this run and begin another with load_from'
                 )
             if gradient_hooks(parameter) > hooks and self._arranged.hooked:

@@ -49,6 +49,10 @@ def gather_with_gradient(tensor: Tensor) -> Tensor:
     A collective: every process calls it equally often. Of one process, the tensor itself. Without gradients, as in evaluation,
     the same rows; the repeated batch of a process that has none left is not among those of the others.
 
+    Example:
+        images, texts = gather_with_gradient(image_rows), gather_with_gradient(text_rows)
+        loss = F.cross_entropy(images @ texts.T / 0.07, torch.arange(len(images)))
+
     Args:
         tensor: one row for each sample. Processes may have different numbers of rows.
 

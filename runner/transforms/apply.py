@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ...core.deferred import LooksAtValues
 from ...core.errors import ConfigError, FlexTrainError
 from ...core.hugging_face.pretrained import pretrained_in
 from ...core.tta_model import BaseTTAModel
@@ -66,8 +67,8 @@ def _call(each: Transform, model: nn.Module, is_whole: bool) -> nn.Module:
         changed: object = each.function(model)
     except FlexTrainError:
         raise
-    except Exception as error:
-        if not is_whole and isinstance(error, (RuntimeError, NotImplementedError)):
+    except (Exception, LooksAtValues) as error:
+        if not is_whole and isinstance(error, (RuntimeError, NotImplementedError, LooksAtValues)):
             raise ConfigError(
                 f"{each.where}: {each.name} failed on a model that the strategy has built without memory "
                 f"({_one_line(error)}); if it reads values, give the model as an instance"

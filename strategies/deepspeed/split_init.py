@@ -46,6 +46,11 @@ def split_at_once(
             yield
             alike.check("nothing")
         except RuntimeError as error:
+            if "to view Float as Byte" in str(error):
+                raise StrategyError(
+                    "model: DeepSpeed cannot split a parameter that is not contiguous while the model is built, call contiguous() before, "
+                    "or give strategy.zero_init=False to have the model built whole"
+                ) from error
             if "self.dim() cannot be 0" not in str(error):
                 raise
             # DeepSpeed 0.19.8 broadcasts a byte view of the parameter, which a scalar does not have.
@@ -74,7 +79,8 @@ def split_whole(deepspeed: Any, keys: dict[str, Any], model: nn.Module) -> None:
     split = _init(deepspeed, keys)
     for parameter in model.parameters():
         if parameter.ndim:  # DeepSpeed shards others when it makes the engine only
-            parameter.data = parameter.data.contiguous().to(split.local_device)
+            # contiguous() leaves a stride of 0 to one element, of which DeepSpeed cannot take the bytes.
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format).to(split.local_device)
             split._zero_init_param(parameter)
 
 

@@ -186,7 +186,7 @@ CASES: list[Case] = [
         OptimWrapperDict,
         lambda kind: dict(model=Gan, optim_wrapper=kind(generator=OptimWrapper(SGD), critic=OptimWrapper(SGD))),
         dict.fromkeys(("backward", "step", "update_params", "zero_grad"), MODEL_SAYS_WHICH)
-        | {"get_momentum": _USER, "optim_wrappers": _USER},
+        | {"get_momentum": _USER, "optim_wrappers": _USER, "__len__": _USER},
         refused=NEVER_CALLED,
     ),
     Case(

@@ -152,16 +152,25 @@ class Rehearsal:
         self._whole.train(training)
         before = [(getattr(module, key), version_of(getattr(module, key))) for module, key, _ in self._common]
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
+        learns = torch.is_grad_enabled()
         while True:
             following = Following(self._chain, self._spans)
             try:
-                with kept_random_state(self._device), self._watched(following), following:
+                with (
+                    torch.set_grad_enabled(learns),
+                    kept_random_state(self._device),
+                    self._watched(following),
+                    following,
+                ):
                     result = self._whole(*args, **kwargs)
                 break
             except FlexTrainError:
                 raise
             except Exception as error:  # the model's own code
                 if self._pass_over(following.path):
+                    continue
+                if learns:  # it may read values in updates only, to count samples in a buffer
+                    learns = False
                     continue
                 reason = " ".join(str(error).split())
                 raise StrategyError(

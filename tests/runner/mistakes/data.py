@@ -37,7 +37,7 @@ ROWS = [
     Row("path instead of a dataset", train_on("data/train"), 'train_dataloader.dataset: "data/train" is no known dataset'),
     Row("no dataset", train_on(None), "train_dataloader.dataset: NoneType is no dataset"),
     Row("batch size True", {"train_dataloader.batch_size": True}, "train_dataloader.batch_size: True is not allowed"),
-    Row("batch size auto", {"train_dataloader.batch_size": "auto"}, "train_dataloader.batch_size"),
+    Row("batch size automatic", {"train_dataloader.batch_size": "automatic"}, "train_dataloader.batch_size"),
     Row("shuffle by text", {"train_dataloader.shuffle": "yes"}, "train_dataloader.shuffle"),
     Row("sampler without data", {"train_dataloader.sampler": dict(type="DefaultSampler", dataset=Samples())}, "train_dataloader.sampler.dataset: is filled in"),
     Row("list of samplers", {"train_dataloader.sampler": []}, "train_dataloader"),

@@ -71,7 +71,7 @@ ROWS = [
     Row("a plain model without a loss", plain(lambda o, y: o), "without a loss"),
     Row("a plain model that gives nothing", plain(lambda o, y: None), "without a loss"),
     Row("a plain model's loss as a number", plain(lambda o, y: {"loss": float(o.mean())}), "model: loss 'loss' is float"),
-    warns("NaN", loss(lambda o, y: {"loss": o.mean() * math.nan}), "loss is nan"),
+    Row("NaN", loss(lambda o, y: {"loss": o.mean() * math.nan}), "Training ended with NaN or infinity in 2 parameters", late=True),
     Row("NaN, to be raised", {**loss(lambda o, y: {"loss": o.mean() * math.nan}), "env_cfg": dict(nonfinite="raise")}, "nan", late=True),
     advises("an operation in place", model(InPlace), "replace x += y and relu_(x) by x = x + y"),
     advises("a loss that is kept", model(Kept), "a tensor of an earlier batch is part of this loss"),
