@@ -31,7 +31,9 @@ class ParametersAsMade:
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if vars(parameter) or gradient_hooks(parameter) or _is_subclass(parameter)
         }
-        self._hooked = {id(made) for made, _ in self._made.values() if gradient_hooks(made)}  # strategies have hooks too
+        self._hooked = {
+            id(made) for made, _ in self._made.values() if gradient_hooks(made)
+        }  # strategies have hooks too
 
     def give(self, module: nn.Module, strategy: str, topology: Topology) -> None:
         """Give attributes to the parameters that are there now, and hooks the gradients of whole micro-batches.

@@ -46,7 +46,7 @@ def split_at_once(
             yield
             alike.check("nothing")
         except RuntimeError as error:
-            if "to view Float as Byte" in str(error):
+            if "self.stride(-1) must be 1" in str(error):
                 raise StrategyError(
                     "model: DeepSpeed cannot split a parameter that is not contiguous while the model is built, call contiguous() before, "
                     "or give strategy.zero_init=False to have the model built whole"

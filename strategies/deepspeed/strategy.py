@@ -47,7 +47,7 @@ from .rehearsed import RehearsedZero
 from .running_statistics import keep_running_statistics
 from .split_init import drop_values, restore_linear, split_at_once, split_whole
 from .swap_files import SwapFiles
-from .updates import UsedByNobody
+from .updates import UsedAlike, UsedByNobody
 from .wrapper import DeepSpeedOptimWrapper
 from .written_weights import WrittenWeights
 
@@ -342,6 +342,8 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
             hidden = torch.compiler.disable if self.config.compile else lambda hook: hook
             modules = engine_internals.gathering_modules(model)
             _LayerOrder(model, modules, self.topology.data, self.topology.rank, groups, hidden)
+            if self._wrapper:
+                UsedAlike(self._engine.optimizer, model, self.topology.data, self.device)
         if self._checkpointing:
             _deepspeed().checkpointing.configure(None, deepspeed_config=keys)
         fragments = self._adopt(model, stage, originals) if self._wrapper else []

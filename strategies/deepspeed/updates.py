@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...core.comm import collectives as dist
 from ...core.comm.topology import DataShard
@@ -81,6 +81,51 @@ class UsedByNobody:
                 f"{f', nor {len(nobody) - 1} others' if nobody[1:] else ''}, and DeepSpeed would move it all the same, by momentum or "
                 'weight decay; freeze it, choose strategy="fsdp", or give strategy.unused_parameters="zeros"'
             )
+
+
+class UsedAlike:
+    """Refuses a backward of stage 3 in which some processes have a gradient of a parameter and others have none.
+
+    All have called the same modules, but one module may use only some of its own parameters: the processes would add up gradients of
+    different ones, or wait for each other.
+
+    Args:
+        optimizer: DeepSpeed's, of stage 3.
+        model: the model, whose leaf modules give zeros for what they have not used.
+        data: the processes that train, and the ``device`` on which they agree.
+    """
+
+    def __init__(self, optimizer: Any, model: nn.Module, data: DataShard, device: torch.device) -> None:
+        leaves = (part for part in model.modules() if getattr(part, "_z3_leaf", False))
+        left_out = {id(parameter) for part in leaves for parameter in part.parameters()}
+        own = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in left_out]
+        self._names, self._used = [name for name, _ in own], set[int]()
+        self._data, self._device = data, device
+        self._finish = optimizer.overlapping_partition_gradients_reduce_epilogue
+        optimizer.overlapping_partition_gradients_reduce_epilogue = self._check
+        for number, (_, parameter) in enumerate(own):
+            parameter.register_hook(partial(self._note, number))  # type: ignore[no-untyped-call]
+
+    def _note(self, number: int, gradient: Tensor) -> None:
+        self._used.add(number)
+
+    def _check(self) -> None:
+        idle = [number for number in range(len(self._names)) if number not in self._used]
+        self._used.clear()
+        used = torch.ones(len(self._names), dtype=torch.uint8, device=self._device)
+        if idle:
+            used[idle] = 0
+        dist.all_reduce(ends := torch.stack([used, 1 - used]), "max", self._data.group)
+        if idle or self._device.type == "cpu":  # else the other process says it, and this one waits for no device
+            apart = (ends[0] + ends[1] > 1).nonzero().flatten().tolist()
+            if apart:
+                has = "has not used it" if apart[0] in idle else "has used it"
+                raise StrategyError(
+                    f"model.{self._names[apart[0]]}: rank {self._data.index} {has} in a micro-batch where other processes differ, and stage "
+                    "3 adds up the gradients of all; use it on every process, name the module in "
+                    "strategy.zero_optimization.leaf_module, or choose stage 1 or 2"
+                )
+        self._finish()
 
 
 def _moves_without_gradient(wrapper: OptimWrapper, group: Mapping[str, Any]) -> bool:

@@ -369,6 +369,11 @@ class FSDPStrategy(Strategy):
                 "parameters are sharded while the model is not called: call it as a whole, self(...) and not self.forward(...), and "
                 "compute in its forward what needs parameters; to generate text, call runner.generate()"
             )
+        if "setStorage" in str(error) and "out of bounds" in str(error):
+            return (
+                "something computes with parameters that FSDP has freed after their unit's forward, such as torch.autograd.grad in "
+                "forward: leave out strategy.wrap, or give strategy.reshard_after_forward=False"
+            )
         if "sparse" in str(error):
             return "gradients are sparse, which cannot be divided: give sparse=False to what makes them, or choose DDPStrategy"
         if "in-place operations that require placement changes" in str(error):

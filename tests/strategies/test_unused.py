@@ -146,6 +146,18 @@ class Sparse(Single):
         return self.head(x + (self.dense(self.route) + self.table(self.route)))  # type: ignore[no-any-return]
 
 
+class OwnParts(Single):
+    """A module that uses only some of its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.eye(6)), nn.Parameter(torch.eye(6))])
+
+    def logits(self, x: Tensor) -> Tensor:
+        """See SmallModel."""
+        return self.head(x @ self.parts[int(self.route[0]) % 2])  # type: ignore[no-any-return]
+
+
 class Empty(Experts):
     """With a parameter that has no elements."""
 
@@ -247,6 +259,7 @@ NO_GRADIENT = "model.experts.0.0.weight: rank 1 has no gradient, because it is f
         (DDP, Experts, None, "rank 1 cannot reduce its gradients, the loss does not depend on experts.0.0.weight"),
         (FSDP, Sparse, None, "model.table: has sparse=True, and FSDPStrategy takes dense gradients only"),
         zero(3, Single, "model.experts.0.0: rank 1 does not call it in forward 1, where other processes do"),
+        zero(3, OwnParts, "has used it in a micro-batch where other processes differ"),
         zero(2, Sparse, "model.table: has sparse=True, and DeepSpeedStrategy takes dense gradients only"),
         zero(3, Empty, "model.nothing: has no elements, which DeepSpeed cannot gather"),
         zero(3, Penalty, "model: a gradient with create_graph=True goes through weights that DeepSpeed has freed"),
