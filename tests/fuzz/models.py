@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -111,6 +111,8 @@ def case_of(seed: int, kinds: str = "any", dtype: torch.dtype = torch.float64) -
         given=draw.choice(["instance", "class", "callable"]),
         resumes=resumes,
     )
+    if resumes is not None:  # a resumed run begins with the layer as it was made
+        recipe = replace(recipe, thaws=None)
     return Case(seed, tuple(layers), draw.random() < 0.3, recipe, dtype)
 
 
