@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, cast
 
 import pydantic
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.comm.topology import DataShard
@@ -181,7 +181,7 @@ class DDPStrategy(Strategy):
         for module in model.modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
                 # torch (2.15) divides a sparse gradient in place, in memory that the gradients of other parameters may share.
-                module.weight.register_hook(torch.clone)  # type: ignore[no-untyped-call]
+                module.weight.register_hook(_in_memory_of_its_own)  # type: ignore[no-untyped-call]
         kind = DataParallelWithoutValues if rehearsing() else DistributedDataParallel
         wrapped = kind(
             model,
@@ -285,6 +285,10 @@ class DDPStrategy(Strategy):
 
     def _average_gradients(self, optim: OptimWrapper) -> None:
         average([optim.model_parameter(p) for group in optim.param_groups for p in group["params"]], self.topology.data)
+
+
+def _in_memory_of_its_own(gradient: Tensor) -> Tensor:
+    return gradient.clone()
 
 
 def _hook_without_values(name: CommHook | None, data: DataShard) -> Callable[..., Any]:

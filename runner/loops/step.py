@@ -154,6 +154,9 @@ class Stepper:
         assert optim is not None
         self._check_unchanged()
         self.counted = counted
+        window = [
+            tree_map_only(Tensor, torch.clone, batch) for batch in window
+        ]  # a preprocessor may change it in place
         if self._split is not None:
             window = [self._split(batch) for batch in window]
         is_whole = len(window) == 1 and self.weighing is None and counted is None

@@ -238,7 +238,7 @@ class FSDPStrategy(Strategy):
 
     def _keep_order(self, roots: Sequence[nn.Module], names: dict[int, str], data: DataShard) -> None:
         """Let all processes gather the units in one order, whichever of them their samples go through."""
-        if not self._units:
+        if not self._units and self.topology.model is None:  # another stage may have some
             return
         groups = message_groups(data, float(self.config.timeout_s))
         hidden = torch.compiler.disable if self.config.compile else lambda hook: hook
@@ -390,11 +390,12 @@ class FSDPStrategy(Strategy):
         super().drop_gradients()
 
     def _leave_root(self, root: nn.Module, args: Any, output: Any) -> None:
-        """Free the outermost unit after an evaluation forward; in training it stays gathered for backward."""
+        """Free all units after an evaluation forward; in training they stay gathered for backward, if they do."""
         if output is None:
             self._noting.has_seen = True
         elif not torch.is_grad_enabled():
-            cast(FSDPModule, root).reshard()
+            for unit in (*self._units, root):
+                cast(FSDPModule, unit).reshard()
 
     def _share_buffers(self, module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():

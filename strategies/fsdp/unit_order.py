@@ -43,7 +43,7 @@ class UnitOrder(GatheringOrder):
         forward = self._own()
         super()._end(root, args, output)
         if forward is not None:
-            for call, known in zip(forward.calls, self._orders[forward.key], strict=False):
+            for call, known in zip(forward.calls, () if forward.learns else self._orders[forward.key], strict=False):
                 call.has_backward |= known.has_backward
             self._watch(output, partial(self._arrive, forward, len(forward.calls)))
 
@@ -51,6 +51,8 @@ class UnitOrder(GatheringOrder):
         own = [call.has_backward for call in forward.calls]
         bits = self._exchange(own, len(self._units), forward) if own else []
         order = [UnitCall(call.unit, False, any(column)) for call, *column in zip(forward.calls, *bits, strict=True)]
+        for call, known in zip(forward.calls, order, strict=True):
+            call.has_backward |= known.has_backward
         called = {call.unit for call in order}
         for number, unit in enumerate(
             self._units

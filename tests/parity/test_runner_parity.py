@@ -282,3 +282,10 @@ def test_schedulers_stand_still_on_all_processes_when_an_update_is_skipped(
     assert len(infinite) == 2
     assert still == [i for i in infinite if i < len(lrs)]
     assert first[1] == second[1] == [12 - 2]
+
+
+def test_units_that_stay_gathered_for_backward_are_freed_after_validation(
+    workers2: WorkerGroup, tmp_path: Path
+) -> None:
+    for found, expected in workers2.run(both, FSDP | dict(reshard_after_forward=False), tmp_path, "plain"):
+        assert_same(found, expected)
