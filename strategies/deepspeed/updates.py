@@ -38,7 +38,35 @@ def before_update(engine: Any) -> BeforeUpdate | None:
     return None
 
 
-class UsedByNobody:
+class _Used:
+    """Which of some parameters had a gradient since it was asked last, in this process and in the others.
+
+    Args:
+        own: the parameters, by name.
+        data: the processes that train, and the ``device`` on which they agree.
+    """
+
+    def __init__(self, own: Sequence[tuple[str, Tensor]], data: DataShard, device: torch.device) -> None:
+        self._names, self._used = [name for name, _ in own], set[int]()
+        self._data, self._device = data, device
+        for number, (_, parameter) in enumerate(own):
+            parameter.register_hook(partial(self._note, number))  # type: ignore[no-untyped-call]
+
+    def _note(self, number: int, gradient: Tensor) -> None:
+        self._used.add(number)
+
+    def _agree(self) -> tuple[list[int], Tensor]:
+        """Return what this process has not used, and on the device what some have used, and what some have not; a collective."""
+        idle = [number for number in range(len(self._names)) if number not in self._used]
+        self._used.clear()
+        used = torch.ones(len(self._names), dtype=torch.uint8, device=self._device)
+        if idle:
+            used[idle] = 0
+        dist.all_reduce(ends := torch.stack([used, 1 - used]), "max", self._data.group)
+        return idle, ends
+
+
+class UsedByNobody(_Used):
     """Refuses updates that would move a parameter which no process has used; on one device it stays as it is.
 
     Args:
@@ -55,27 +83,16 @@ class UsedByNobody:
             id(p) for group in wrapper.param_groups if _moves_without_gradient(wrapper, group) for p in group["params"]
         }
         own = [(name, parameter) for name, parameter in named if parameter.requires_grad and id(parameter) in moved]
-        self._names = [name for name, _ in own]
-        self._used: set[int] = set()
-        self._data, self._device, self._updates = data, device, 0
-        for number, (_, parameter) in enumerate(own):
-            parameter.register_hook(partial(self._note, number))  # type: ignore[no-untyped-call]
+        super().__init__(own, data, device)
+        self._updates = 0
         if own:
             wrapper.register_step_pre_hook(self._check)
 
-    def _note(self, number: int, gradient: Tensor) -> None:
-        self._used.add(number)
-
     def _check(self, wrapper: OptimWrapper) -> None:
         self._updates += 1
-        idle = [number for number in range(len(self._names)) if number not in self._used]
-        self._used.clear()
+        idle, ends = self._agree()
         # Read only where something was not used: where all was, no process waits for the device.
-        used = torch.ones(len(self._names), dtype=torch.uint8, device=self._device)
-        if idle:
-            used[idle] = 0
-        dist.all_reduce(used, "max", self._data.group)
-        if idle and (nobody := [self._names[number] for number in (used == 0).nonzero().flatten().tolist()]):
+        if idle and (nobody := [self._names[number] for number in (ends[0] == 0).nonzero().flatten().tolist()]):
             raise StrategyError(
                 f"model.{nobody[0]}: no process has used it in update {self._updates} since the start"
                 f"{f', nor {len(nobody) - 1} others' if nobody[1:] else ''}, and DeepSpeed would move it all the same, by momentum or "
@@ -83,7 +100,7 @@ class UsedByNobody:
             )
 
 
-class UsedAlike:
+class UsedAlike(_Used):
     """Refuses a backward of stage 3 in which some processes have a gradient of a parameter and others have none.
 
     All have called the same modules, but one module may use only some of its own parameters: the processes would add up gradients of
@@ -99,23 +116,12 @@ class UsedAlike:
         leaves = (part for part in model.modules() if getattr(part, "_z3_leaf", False))
         left_out = {id(parameter) for part in leaves for parameter in part.parameters()}
         own = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in left_out]
-        self._names, self._used = [name for name, _ in own], set[int]()
-        self._data, self._device = data, device
+        super().__init__(own, data, device)
         self._finish = optimizer.overlapping_partition_gradients_reduce_epilogue
         optimizer.overlapping_partition_gradients_reduce_epilogue = self._check
-        for number, (_, parameter) in enumerate(own):
-            parameter.register_hook(partial(self._note, number))  # type: ignore[no-untyped-call]
-
-    def _note(self, number: int, gradient: Tensor) -> None:
-        self._used.add(number)
 
     def _check(self) -> None:
-        idle = [number for number in range(len(self._names)) if number not in self._used]
-        self._used.clear()
-        used = torch.ones(len(self._names), dtype=torch.uint8, device=self._device)
-        if idle:
-            used[idle] = 0
-        dist.all_reduce(ends := torch.stack([used, 1 - used]), "max", self._data.group)
+        idle, ends = self._agree()
         if idle or self._device.type == "cpu":  # else the other process says it, and this one waits for no device
             apart = (ends[0] + ends[1] > 1).nonzero().flatten().tolist()
             if apart:
