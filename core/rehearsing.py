@@ -26,6 +26,7 @@ from .rehearsing_private import (
     join_fake_group,
     moving_what_moves,
     outside_fake_mode,
+    quick_fake_mode,
 )
 from .torch_private import fake_mode
 from .trees import tree_map_only
@@ -107,7 +108,7 @@ class WithoutValues:
 
     def __init__(self) -> None:
         self.not_checked: dict[str, None] = {}
-        self._mode = fake_mode()
+        self._mode = quick_fake_mode()
 
     def without_values(self) -> AbstractContextManager[Any]:
         """Context in which new tensors have no values."""

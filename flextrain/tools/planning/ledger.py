@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from .plan import MOMENTS, Kind, Moment, Phase
 
 _COMMUNICATION = ("c10d", "fsdp")
 """Namespaces of operations on memory that communicates: their tensors are gathered parameters and buffers of collectives."""
+_DEVICE = torch.ops.prim.device.default
 _MODULE = "flextrain module"
 
 
@@ -151,49 +153,60 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stack.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # it takes itself apart, and its parts come here
+        if func is _DEVICE:  # torch asks as often as it computes
+            return args[0].device
+        for kind in types:
+            if hasattr(kind, "__tensor_flatten__"):
+                return NotImplemented  # it takes itself apart, and its parts come here
         kwargs = kwargs or {}
         if is_aside():
             return func(*args, **kwargs)
-        self._operation = func.name().replace("::", ".").removesuffix(".default")
+        known = _known(func)
+        self._operation = known.name
         result = args[0] if only_waits(func, args) else func(*args, **kwargs)
         phase = self._phase()
-        leaves = [*_tensors_in(result)]
-        kind: Kind = "activations" if phase in ("forward", "recompute") else "temporary"
+        leaves: list[Tensor] = []
+        _add_tensors(result, leaves)
+        kind_of_new: Kind = "activations" if phase in ("forward", "recompute") else "temporary"
         for leaf in leaves:
             for part in parts_of(leaf):
-                self.memory.note(part, kind)
-        given = [*_tensors_in((args, kwargs))]
-        if func.namespace in _COMMUNICATION:
+                self.memory.note(part, kind_of_new)
+        if known.communicates:
+            given: list[Tensor] = []
+            _add_tensors((args, kwargs), given)
             self.memory.mark("communication", [*given, *leaves], settles=False)
-        self._count(func, args, kwargs, result, phase, given, leaves)
+        self._count(known, func, args, kwargs, result, phase, leaves)
         if not self._setting_up and (not self._moments or self._moments[-1].total != self.memory.total):
             self._moments.append(self._now())
         return result
 
     def _count(
-        self, func: Any, args: Any, kwargs: Any, result: Any, phase: Phase, given: list[Tensor], leaves: list[Tensor]
+        self, known: _Known, func: Any, args: Any, kwargs: Any, result: Any, phase: Phase, leaves: list[Tensor]
     ) -> None:
         found = collective_of(func, args, kwargs, result)
         if found is not None:
             self._send(*found, phase)
             return
-        if func.is_view:
+        if known.is_view:
             return
-        formula = flops_of(func)
+        formula = known.formula
+        given: list[Tensor] = []
+        _add_tensors((args, kwargs), given)
         # A product is as fast as what is multiplied allows, whatever the dtype of its result.
-        ordered = (*leaves, *given) if formula is None else (*given, *leaves)
-        dtype = next((leaf.dtype for leaf in ordered if leaf.is_floating_point()), None)
+        dtype, moved = None, 0
+        for leaf in leaves + given if formula is None else given + leaves:
+            moved += leaf.numel() * leaf.itemsize
+            if dtype is None and leaf.dtype.is_floating_point:
+                dtype = leaf.dtype
         if dtype is None:
             return
-        name = str(dtype).removeprefix("torch.")
+        name = _name_of(dtype)
         if formula is not None and dtype == torch.float32 and _may_round(func):
             name = "tfloat32"
         work = self._work.setdefault((phase, name, formula is not None), [0, 0, 0])
         work[0] += 1
         work[1] += int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
-        work[2] += sum(leaf.numel() * leaf.itemsize for leaf in (*given, *leaves))
+        work[2] += moved
 
     def _send(self, collective: str, group: Any, payload: int, other: int | None, phase: Phase) -> None:
         if group not in self._groups:
@@ -232,16 +245,36 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [moment for moment in self._moments if id(moment) in chosen]
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of an operation's arguments or results, in order; torch's own function for trees takes several times as long."""
+class _Known(NamedTuple):
+    """What does not change from call to call of an operation."""
+
+    name: str
+    communicates: bool
+    is_view: bool
+    formula: Callable[..., int] | None
+
+
+@functools.cache
+def _known(operation: Any) -> _Known:
+    name = operation.name().replace("::", ".").removesuffix(".default")
+    return _Known(name, operation.namespace in _COMMUNICATION, operation.is_view, flops_of(operation))
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _add_tensors(value: Any, found: list[Tensor]) -> None:
+    """Add the tensors of an operation's arguments or results, in order; torch's own function for trees takes several times as long."""
     if isinstance(value, Tensor):
-        yield value
+        found.append(value)
     elif isinstance(value, (tuple, list)):
         for each in value:
-            yield from _tensors_in(each)
+            _add_tensors(each, found)
     elif isinstance(value, dict):
         for each in value.values():
-            yield from _tensors_in(each)
+            _add_tensors(each, found)
 
 
 def _may_round(operation: Any) -> bool:
