@@ -1,8 +1,8 @@
 // An error message is searched by its words, in texts: titles would count a thousand times as much, and quotes and colons have
-// another meaning there.
-const isMessage = (text) => text.trim().split(/\s+/).length > 3 && /[:"'`(=]/.test(text);
+// another meaning there. A word with a weight is itself; without, it stands for all words that begin with it.
+const isMessage = (text) => text.trim().split(/\s+/).length > 3 && /[:;,"'`(=]/.test(text);
 const words = (text) => text.replace(/[^\p{L}\p{N}_\s]/gu, " ").split(/\s+/).filter((word) => word.length > 2 && !/^\d+$/.test(word));
-const query = (text) => (isMessage(text) ? words(text).map((word) => `text:${word}`).join(" ") : text);
+const query = (text) => (isMessage(text) ? [...new Set(words(text))].map((word) => `text:${word}^1`).join(" ") : text);
 const asked = (message) => (typeof message.data === "string" ? { ...message, data: query(message.data) } : message);
 const post = Worker.prototype.postMessage;
 Worker.prototype.postMessage = function (message) { post.call(this, asked(message)); };

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from flextrain.core.rehearsing_private import quick_fake_mode
 from flextrain.tools.planning.ledger import Ledger
 from flextrain.tools.planning.links import Network
 
@@ -40,6 +41,21 @@ def test_memory_by_kind_and_flops_of_a_linear_layer():
     assert work["backward", "matrix"].flops == 2 * 16 * 64 * 32  # the input needs no gradient
     assert work["forward", "matrix"].moved == FLOAT * (16 * 64 + 64 * 32 + 16 * 32)
     assert ledger.peak.total == max(moment.total for moment in ledger.books().moments)
+
+
+def test_work_without_values_is_that_of_real_tensors():
+    def counted():
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.zeros(4, 8)
+        with books() as ledger:
+            ledger.begin()
+            model(x).square().sum().backward()
+            return ledger.books()
+
+    real = counted()
+    with quick_fake_mode():  # in which torch asks for devices by operations
+        planned = counted()
+    assert planned.work == real.work
+    assert "prim.device" not in {moment.operation for moment in planned.moments}
 
 
 def test_recomputation_is_told_from_forward_and_backward():

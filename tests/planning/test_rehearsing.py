@@ -6,7 +6,7 @@ from torch import nn
 
 from flextrain.core import rehearsing
 from flextrain.core.errors import StrategyError
-from flextrain.core.rehearsing_private import is_fake
+from flextrain.core.rehearsing_private import is_fake, quick_fake_mode
 from flextrain.strategies.base import Strategy
 from flextrain.strategies.requirements import Needs
 from flextrain.tools.planning.ledger import Ledger
@@ -20,6 +20,36 @@ def test_a_version_of_torch_that_was_not_checked_is_one_line(monkeypatch):
         pass
     assert not rehearsing.rehearsing()
     assert not torch.distributed.is_initialized()
+
+
+def test_what_was_seen_before_is_what_torch_would_compute():
+    mode = quick_fake_mode()
+    mode.cache_crosscheck_enabled = True  # torch then computes each result that it finds, and compares
+    hits = mode.cache_hits
+    with mode:
+        plain, wide = torch.ones(6, 6), torch.ones(6, 12)
+        alike = [
+            plain,
+            plain.double(),
+            plain.t(),
+            wide[:, :6],
+            wide[:, ::2],
+            plain + 1j,
+            (plain + 1j).conj(),
+            plain.int(),
+        ]
+        for _ in range(2):
+            for x in (*alike, *(each.clone().requires_grad_() for each in alike[:-1])):
+                for results in (
+                    (x * 1, x * 1.5),
+                    (x.t(), x[1:]),
+                    (x.unsqueeze(0), x.sum(0)),
+                    x.split(3),
+                    x.max(0) if x is plain else (),
+                ):
+                    assert all(is_fake(result) for result in results)
+                assert x.t().untyped_storage() is x.untyped_storage()
+    assert type(mode).cache_hits > hits
 
 
 class Tied(nn.Module):
