@@ -54,7 +54,7 @@ def quick_fake_mode() -> Any:
     found: Any = importlib.import_module("torch._subclasses.fake_tensor")
     fake_tensor: Any = found.FakeTensor
     mode: Any = found.FakeTensorMode(allow_non_fake_inputs=True)
-    slow_key, layout_of = mode._cache_key, Tensor.layout.__get__  # type: ignore[attr-defined]
+    slow_key, layout_of = mode._cache_key, cast(Any, Tensor).layout.__get__
 
     def is_described(values: Any, into: list[Any]) -> bool:
         into.append(len(values))

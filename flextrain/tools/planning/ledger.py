@@ -193,7 +193,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given: list[Tensor] = []
         _add_tensors((args, kwargs), given)
         # A product is as fast as what is multiplied allows, whatever the dtype of its result.
-        dtype, moved = None, 0
+        dtype: torch.dtype | None = None
+        moved = 0
         for leaf in leaves + given if formula is None else given + leaves:
             moved += leaf.numel() * leaf.itemsize
             if dtype is None and leaf.dtype.is_floating_point:
