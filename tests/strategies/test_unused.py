@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flextrain.core.errors import StrategyError
 from flextrain.optim import OptimWrapper
-from flextrain.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, MeshStrategy, gathering_order
+from flextrain.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, MeshStrategy
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train, windows
 from flextrain.testing.models import Batch, SmallModel
@@ -229,7 +229,6 @@ def test_zero_sends_zeros(workers2: WorkerGroup, stage: int) -> None:
 
 def refused(spec: dict[str, Any], model: Any, frozen_at: int | None = None) -> str:
     """The error of this process, which freezes the first expert on rank 1 after some updates."""
-    gathering_order._PATIENCE_S = 3.0
     try:
         with started(spec, wrapper(), model) as session:
             for number, batch in enumerate(batches()):
