@@ -289,7 +289,7 @@ def _reduce_filled(group: Any, reduce: Callable[..., None], takes_part: Any, not
         note(given, filled)
 
 
-def hook_before_freeing(unit: nn.Module, hook: Callable[..., None]) -> None:
+def hook_before_freeing(unit: nn.Module, hook: Callable[..., Any]) -> None:
     """Register a forward hook of an FSDP module that sees the output as FSDP's own does, after the user's hooks. 2.6, 2.15.
 
     FSDP gathers for backward when the gradient of that output comes.
@@ -308,6 +308,11 @@ def before_reducing(unit: nn.Module, function: Callable[[], None]) -> None:
 def _call_before(first: Callable[[], None], second: Callable[..., None], *args: Any) -> None:
     first()
     second(*args)
+
+
+def is_gathered(unit: nn.Module) -> bool:
+    """Whether an FSDP unit is gathered, or will be without another message. 2.6, 2.15."""
+    return all(group.is_unsharded or group._all_gather_result is not None for group in _groups(unit))
 
 
 @contextmanager

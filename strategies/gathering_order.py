@@ -17,6 +17,7 @@ from ..core.dtensor_private import in_backward
 from ..core.errors import StrategyError
 from ..core.rehearsing import with_values
 
+
 @dataclass
 class UnitCall:
     """A call of a unit in a forward, or the passing by of one that is not called.
@@ -42,12 +43,14 @@ class Forward:
         key: forwards of different kinds have orders of their own.
         known: the units that processes came to in such forwards; None: nothing is known, or this process has left that order.
         calls: so far.
+        differs: processes called different units.
         incomplete: number of calls that backward has not completed, while it runs.
     """
 
     key: Hashable
     known: list[int] | None
     calls: list[UnitCall] = field(default_factory=list)
+    differs: bool = False
     incomplete: int | None = None
 
 
@@ -98,7 +101,7 @@ class GatheringOrder:
             unit.register_forward_pre_hook(hidden(partial(self._come_to, number)), prepend=True)
             self._register_end(unit, hidden(partial(self._leave, number)))
 
-    def _register_end(self, module: nn.Module, hook: Callable[..., None]) -> None:
+    def _register_end(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         module.register_forward_hook(hook, prepend=True)
 
     def _own(self) -> Forward | None:
@@ -120,7 +123,7 @@ class GatheringOrder:
     def _leave(self, number: int, unit: nn.Module, args: Any, output: Any) -> None:
         """A unit has been called; for subclasses."""
 
-    def _end(self, root: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, root: nn.Module, args: Any, output: Any) -> Any:
         if (forward := self._own()) is not None:
             self._go_to(len(self._units), forward)
             self._orders[forward.key] = [call.unit for call in forward.calls]

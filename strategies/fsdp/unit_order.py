@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.dtensor_private import after_backward, before_reducing, complete_backward, hook_before_freeing, pass_by
+from ...core.dtensor_private import (
+    after_backward,
+    before_reducing,
+    complete_backward,
+    hook_before_freeing,
+    in_backward,
+    is_gathered,
+    pass_by,
+)
+from ...core.errors import StrategyError
 from ...core.trees import tree_map_only
 from ..gathering_order import Forward, GatheringOrder, UnitCall
 
@@ -40,7 +49,7 @@ class UnitOrder(GatheringOrder):
         self._backward: Forward | None = None
         before_reducing(root, self._complete_all)
 
-    def _register_end(self, module: nn.Module, hook: Callable[..., None]) -> None:
+    def _register_end(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         hook_before_freeing(module, hook)
 
     def _go_to(self, number: int, forward: Forward) -> None:
@@ -69,6 +78,14 @@ class UnitOrder(GatheringOrder):
                 inner._end(unit, (), None)
                 call.inside = inner.last
 
+    def _come_to(self, number: int, unit: nn.Module, args: Any) -> None:
+        super()._come_to(number, unit, args)
+        if in_backward() and self._backward is not None and self._backward.differs and not is_gathered(unit):
+            raise StrategyError(
+                f"model.{self._names[number]}: rank {self._rank} recomputes it in backward together with other FSDP units, in forward "
+                f"{self._count}, where other processes call other units; recompute inside of each unit, or leave out strategy.wrap"
+            )
+
     def _leave(self, number: int, unit: nn.Module, args: Any, output: Any) -> None:
         if (forward := self._own()) is not None:
             call = forward.calls[-1]
@@ -77,17 +94,21 @@ class UnitOrder(GatheringOrder):
             if self._watch(output, partial(self._arrive, forward, len(forward.calls) - 1)):
                 call.has_backward = True
 
-    def _end(self, root: nn.Module, args: Any, output: Any) -> None:
-        if (forward := self._own()) is not None:
-            self._go_to(len(self._units), forward)
-            self._forward, self.last = None, forward
-            if not self._is_inner:
-                self._watch(output, partial(self._arrive, forward, len(forward.calls)))
+    def _end(self, root: nn.Module, args: Any, output: Any) -> Any:
+        if (forward := self._own()) is None:
+            return None
+        self._go_to(len(self._units), forward)
+        self._forward, self.last = None, forward
+        if self._is_inner:  # another tensor than a unit inside has returned, so that backward comes here first
+            return tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor), output)
+        self._watch(output, partial(self._arrive, forward, len(forward.calls)))
+        return None
 
     def _agree(self, forward: Forward, are_equal: bool) -> None:
         """Agree on the calls that backward completes, and on the order of later forwards if this one had more than was known."""
         own = [2 * call.has_backward + (not call.is_passed_by) for call in forward.calls]
         everyones = [own] if are_equal or not own else self._exchange(own)
+        forward.differs = not are_equal
         for call, column in zip(forward.calls, zip(*everyones, strict=True), strict=True):
             call.has_backward = any(bits & 2 for bits in column)
         if forward.known is None or len(forward.calls) > len(forward.known):
