@@ -289,19 +289,48 @@ def _reduce_filled(group: Any, reduce: Callable[..., None], takes_part: Any, not
         note(given, filled)
 
 
-def pass_by(unit: nn.Module) -> None:
-    """Gather and free a unit as its forward does, in its root's forward. 2.6, 2.15."""
+def hook_before_freeing(unit: nn.Module, hook: Callable[..., Any]) -> None:
+    """Register a forward hook of an FSDP module that sees the output as FSDP's own does, after the user's hooks. 2.6, 2.15.
+
+    FSDP gathers for backward when the gradient of that output comes.
+    """
+    unit.register_forward_hook(hook)
+    handle = cast(Any, unit)._get_fsdp_state()._post_forward_hook_handle
+    cast(Any, unit._forward_hooks).move_to_end(handle.id)
+
+
+def before_reducing(unit: nn.Module, function: Callable[[], None]) -> None:
+    """Call ``function`` before an FSDP module frees its parameters in backward and reduces their gradients. 2.6, 2.15."""
+    for group in _groups(unit):
+        group.post_backward = partial(_call_before, function, group.post_backward)
+
+
+def _call_before(first: Callable[[], None], second: Callable[..., None], *args: Any) -> None:
+    first()
+    second(*args)
+
+
+def is_gathered(unit: nn.Module) -> bool:
+    """Whether an FSDP unit is gathered, or will be without another message. 2.6, 2.15."""
+    return all(group.is_unsharded or group._all_gather_result is not None for group in _groups(unit))
+
+
+@contextmanager
+def pass_by(unit: nn.Module) -> Iterator[None]:
+    """Context that gathers and frees a unit as its forward does, in its root's forward. 2.6, 2.15."""
     state = cast(Any, unit)._get_fsdp_state()
     state._pre_forward(unit, (), {})
+    yield
     state._post_forward(unit, (), None)
 
 
-def complete_backward(unit: nn.Module, is_passed_by: bool) -> None:
-    """Gather a unit for backward and reduce its gradients, if backward has not done so, or for one that was passed by. 2.6, 2.15."""
+@contextmanager
+def complete_backward(unit: nn.Module, gathers: bool) -> Iterator[None]:
+    """Context around what a unit has inside: gathers it for backward, and reduces its gradients unless that is done. 2.6, 2.15."""
     state, groups = cast(Any, unit)._get_fsdp_state(), _groups(unit)
-    found = {group._training_state.name for group in groups}
-    if is_passed_by or not found <= {"PRE_BACKWARD", "POST_BACKWARD"}:
+    if gathers:
         state._pre_backward(None)
+    yield
     for group in reversed(groups):
         if group._training_state.name == "PRE_BACKWARD":
             group.post_backward()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -17,47 +17,53 @@ from ..core.dtensor_private import in_backward
 from ..core.errors import StrategyError
 from ..core.rehearsing import with_values
 
-_PATIENCE_S = 60.0
-"""How long a process that leaves the known order waits for the others: they have all begun the same forward."""
-
 
 @dataclass
 class UnitCall:
-    """A call of a unit in a forward, or the passing by of one that is not called."""
+    """A call of a unit in a forward, or the passing by of one that is not called.
+
+    Attributes:
+        has_backward: some process will compute backward of it.
+        has_arrived: this one does.
+        inside: what the unit called itself.
+    """
 
     unit: int
     is_passed_by: bool
     has_backward: bool = False
+    has_arrived: bool = False
+    inside: Forward | None = None
 
 
 @dataclass
 class Forward:
-    """A forward of the whole model.
+    """A forward of the module whose units are followed.
 
     Attributes:
-        key: forwards with and without backward have orders of their own.
-        learns: the processes compare every call.
+        key: forwards of different kinds have orders of their own.
+        known: the units that processes came to in such forwards; None: nothing is known, or this process has left that order.
         calls: so far.
+        differs: processes called different units.
         incomplete: number of calls that backward has not completed, while it runs.
     """
 
-    key: bool
-    learns: bool
+    key: Hashable
+    known: list[int] | None
     calls: list[UnitCall] = field(default_factory=list)
+    differs: bool = False
     incomplete: int | None = None
 
 
-def message_groups(data: DataShard, timeout_s: float) -> list[Any]:
-    """Return two groups of the processes that gather together, of which the second waits for a minute only; a collective."""
+def message_group(data: DataShard, timeout_s: float) -> Any:
+    """Return a group of the processes that gather together, for small messages; a collective of all processes."""
     with with_values():
-        sets = sorted(set(dist.all_gather_object(data.ranks)))
-        return [dist.group_with_this_process(sets, "gloo", limit) for limit in (timeout_s, _PATIENCE_S)]
+        return dist.group_with_this_process(sorted(set(dist.all_gather_object(data.ranks))), "gloo", timeout_s)
 
 
 class GatheringOrder:
     """Finds a process that calls other units than the others, before it gathers one that nobody else does.
 
-    In the first forward the processes tell each other at every unit which one they come to, and learn the order. Afterwards
+    In the first forward of a kind the processes tell each other at every unit which one they come to, and learn the order. Afterwards
     each follows it by itself, and one that leaves it waits for the others to tell.
 
     Args:
@@ -65,12 +71,11 @@ class GatheringOrder:
         units: those of its submodules that gather, by name; those inside of others are not looked at.
         data: the processes that gather together.
         rank: of this process, for messages.
-        groups: from ``message_groups``.
+        group: from ``message_group``.
         hidden: applied to hooks, which a compiler must not see.
+        stage: returns what of the model is called now, where that is not all of it.
     """
 
-    passes_by: ClassVar[bool] = False
-    """Whether a process can take part in gathering a unit that it does not call."""
     advice = ""
 
     def __init__(
@@ -79,24 +84,25 @@ class GatheringOrder:
         units: Mapping[str, nn.Module],
         data: DataShard,
         rank: int,
-        groups: Sequence[Any],
+        group: Any,
         hidden: Callable[[Any], Any] = lambda hook: hook,
+        stage: Callable[[], Hashable] = lambda: None,
     ) -> None:
-        own = {id(unit) for unit in units.values()}
-        parts = {id(unit): {id(part) for part in unit.modules() if part is not unit} for unit in units.values()}
-        inner = {part for found in parts.values() for part in found}
+        inner = {id(part) for unit in units.values() for part in unit.modules() if part is not unit}
         outermost = {name: unit for name, unit in units.items() if id(unit) not in inner}
         self._names, self._units = list(outermost), list(outermost.values())
-        self._nested = {number for number, unit in enumerate(self._units) if parts[id(unit)] & own}
-        self._data, self._rank, self._groups = data, rank, groups
-        self._orders: dict[bool, list[UnitCall]] = {}
+        self._data, self._rank, self._group, self._stage = data, rank, group, stage
+        self._orders: dict[Hashable, list[int]] = {}
         self._forward: Forward | None = None
         self._count = 0
         root.register_forward_pre_hook(hidden(self._begin), prepend=True)
-        root.register_forward_hook(hidden(self._end), prepend=True)
+        self._register_end(root, hidden(self._end))
         for number, unit in enumerate(self._units):
             unit.register_forward_pre_hook(hidden(partial(self._come_to, number)), prepend=True)
-            unit.register_forward_hook(hidden(partial(self._leave, number)), prepend=True)
+            self._register_end(unit, hidden(partial(self._leave, number)))
+
+    def _register_end(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        module.register_forward_hook(hook, prepend=True)
 
     def _own(self) -> Forward | None:
         """Return the forward that runs; None for one that backward repeats."""
@@ -105,8 +111,8 @@ class GatheringOrder:
     def _begin(self, root: nn.Module, args: Any) -> None:
         if not in_backward():
             self._count += 1
-            key = torch.is_grad_enabled()
-            self._forward = Forward(key, key not in self._orders)
+            key = torch.is_grad_enabled(), root.training, self._stage()
+            self._forward = Forward(key, self._orders.get(key))
 
     def _come_to(self, number: int, unit: nn.Module, args: Any) -> None:
         if (forward := self._own()) is None:
@@ -117,55 +123,42 @@ class GatheringOrder:
     def _leave(self, number: int, unit: nn.Module, args: Any, output: Any) -> None:
         """A unit has been called; for subclasses."""
 
-    def _end(self, root: nn.Module, args: Any, output: Any) -> None:
-        if (forward := self._own()) is None:
-            return
-        self._go_to(len(self._units), forward)
-        if forward.learns:
-            self._orders[forward.key] = self._learn(forward)
-        self._forward = None
+    def _end(self, root: nn.Module, args: Any, output: Any) -> Any:
+        if (forward := self._own()) is not None:
+            self._go_to(len(self._units), forward)
+            self._orders[forward.key] = [call.unit for call in forward.calls]
+            self._forward = None
 
     def _go_to(self, number: int, forward: Forward) -> None:
-        """Pass by what comes before this unit; the number after the last unit is the end."""
-        if not forward.learns:
-            ahead = self._orders[forward.key][len(forward.calls) :]
-            units = [*(call.unit for call in ahead), len(self._units)]
-            at = units.index(number) if number in units else None
-            if at == 0 or (at is not None and self.passes_by):
-                for call in ahead[:at]:
-                    self._pass_by(forward, call.unit, call.has_backward)
+        """Make sure that all processes come to this unit now; the number after the last unit is the end."""
+        if forward.known is not None:
+            if [*forward.known, len(self._units)][len(forward.calls)] == number:
                 return
-            forward.learns = True
-        while (next_one := self._next(number, forward)) != number:
-            self._pass_by(forward, next_one)
+            forward.known = None
+        others = [other for _, _, other in self._tell(number, forward)]
+        if (first := min(others)) != number:
+            raise StrategyError(
+                f"model.{self._names[first]}: rank {self._rank} does not call it in forward {self._count}, where other processes do; "
+                f"{self.advice}"
+            )
+        if max(others) != number:
+            raise self._disagreement(number)
 
-    def _pass_by(self, forward: Forward, number: int, has_backward: bool = False) -> None:
-        raise StrategyError(
-            f"model.{self._names[number]}: rank {self._rank} does not call it in forward {self._count}, where other processes "
-            f"do; {self.advice}"
-        )
-
-    def _next(self, own: int, forward: Forward) -> int:
-        """Return the first unit that any process comes to now."""
-        message = [self._count, len(forward.calls), own]
-        found = self._exchange(message, own, forward)
+    def _tell(self, number: int, forward: Forward, *more: int) -> list[list[int]]:
+        """Tell the other processes to which unit this one comes; return what each of them tells."""
+        message = [self._count, len(forward.calls), number, *more]
+        try:
+            found = self._exchange(message)
+        except RuntimeError as error:
+            raise self._disagreement(number) from error
         if any(other[:2] != message[:2] for other in found):
-            raise self._disagreement(own)
-        first = min(other[2] for other in found)
-        if not self.passes_by and first == own and any(other[2] != own for other in found):
-            raise self._disagreement(own)
-        return first
+            raise self._disagreement(number)
+        return found
 
-    def _exchange(self, message: Sequence[int], own: int, forward: Forward) -> list[list[int]]:
+    def _exchange(self, message: Sequence[int]) -> list[list[int]]:
         box = torch.tensor(message, device="cpu")
         boxes = [torch.empty_like(box) for _ in range(self._data.count)]
-        is_known = forward.key in self._orders
-        try:
-            torch_dist.all_gather(boxes, box, self._groups[is_known])
-        except RuntimeError as error:
-            if is_known:
-                raise self._disagreement(own) from error
-            raise
+        torch_dist.all_gather(boxes, box, self._group)
         return [one.tolist() for one in boxes]
 
     def _disagreement(self, own: int) -> StrategyError:
@@ -174,6 +167,3 @@ class GatheringOrder:
             f"model: rank {self._rank} {said} in forward {self._count}, where other processes call other modules, in another "
             f"order or more often; {self.advice}"
         )
-
-    def _learn(self, forward: Forward) -> list[UnitCall]:
-        return forward.calls

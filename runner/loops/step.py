@@ -154,9 +154,6 @@ class Stepper:
         assert optim is not None
         self._check_unchanged()
         self.counted = counted
-        window = [
-            tree_map_only(Tensor, torch.clone, batch) for batch in window
-        ]  # a preprocessor may change it in place
         if self._split is not None:
             window = [self._split(batch) for batch in window]
         is_whole = len(window) == 1 and self.weighing is None and counted is None
@@ -190,6 +187,9 @@ class Stepper:
     def check(self, window: list[Any], counted: Counted | None = None) -> None:
         """Let the strategy refuse what it would train wrongly, before anything of the first update happens; see ``train``."""
         self.counted = counted
+        window = [
+            tree_map_only(Tensor, torch.clone, batch) for batch in window
+        ]  # a preprocessor may change it in place
         if self._split is not None:
             window = [self._split(batch) for batch in window]
         if (shares := self._shares_of(window)) is not None:

@@ -28,7 +28,7 @@ from ...optim.canonical import split_key
 from ..as_at_setup import Arranged
 from ..base import NOTHING, Strategy, kept_gradients
 from ..constructing import constructed
-from ..gathering_order import GatheringOrder, message_groups
+from ..gathering_order import GatheringOrder, message_group
 from ..sharded_parameters import check_apart, check_dense, check_real, make_contiguous
 from ..state import Optim
 from ..state_memory import StateMemory
@@ -338,10 +338,10 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
         for module in engine_internals.gathering_modules(model).values() if stage == 3 and self._wrapper else ():
             module.register_forward_hook(_refuse_second_backward)
         if stage == 3 and self.topology.data.count > 1:
-            groups = message_groups(self.topology.data, float(self.config.timeout_s))
+            group = message_group(self.topology.data, float(self.config.timeout_s))
             hidden = torch.compiler.disable if self.config.compile else lambda hook: hook
             modules = engine_internals.gathering_modules(model)
-            _LayerOrder(model, modules, self.topology.data, self.topology.rank, groups, hidden)
+            _LayerOrder(model, modules, self.topology.data, self.topology.rank, group, hidden)
             if self._wrapper:
                 UsedAlike(self._engine.optimizer, model, self.topology.data, self.device)
         if self._checkpointing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -31,7 +31,7 @@ from ...core.trees import tree_map_only
 from ...optim.wrapper import OptimWrapper
 from ..as_at_setup import Arranged
 from ..base import NOTHING, Strategy, kept_gradients
-from ..gathering_order import message_groups
+from ..gathering_order import message_group
 from ..requirements import ANY_DEVICE, Needs
 from ..sharded_optimizers import ShardedOptimizers
 from ..sharded_parameters import check_dense, check_real, has_shards, make_contiguous
@@ -240,13 +240,19 @@ class FSDPStrategy(Strategy):
         """Let all processes gather the units in one order, whichever of them their samples go through."""
         if not self._units and self.topology.model is None:  # another stage may have some
             return
-        groups = message_groups(data, float(self.config.timeout_s))
+        group = message_group(data, float(self.config.timeout_s))
         hidden = torch.compiler.disable if self.config.compile else lambda hook: hook
-        units = {id(unit): unit for unit in self._units}
+        units = {id(unit) for unit in self._units}
+        orders: dict[str, UnitOrder] = {}
         for root in roots:
-            own = {names[id(module)]: module for module in root.modules() if id(module) in units and module is not root}
-            if own:
-                UnitOrder(root, own, data, self.topology.rank, groups, hidden)
+            for name, holder in reversed([*root.named_modules(prefix=names[id(root)])]):  # inner ones first
+                own = {names[id(module)]: module for module in holder.modules() if id(module) in units - {id(holder)}}
+                if own and (holder is root or id(holder) in units):
+                    orders[name] = UnitOrder(holder, own, orders, data, self.topology.rank, group, hidden, self._stage)
+
+    def _stage(self) -> Hashable:
+        """Return which of the stages that this process has computes now; for subclasses."""
+        return None
 
     def _shards(self, *meshes: DeviceMesh) -> bool:
         """Return whether parameters need FSDP; over meshes of one process it only costs time and memory."""

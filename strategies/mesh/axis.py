@@ -86,6 +86,10 @@ class Axis:
     def finish(self, model: nn.Module, optim: Optim | None) -> None:
         """Prepare what needs the wrapped model and the built optimizer; called at the end of setup, a collective."""
 
+    def stage(self) -> int | None:
+        """Return which part of the model is called now, where that is not all that this process has."""
+        return None
+
     def split(self, batch: Any) -> Any:
         """Return this process's part of a batch."""
         return batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -193,6 +193,9 @@ class MeshStrategy(FSDPStrategy):
 
     def _other_meshes(self) -> dict[nn.Module, DeviceMesh]:
         return {module: mesh for axis in self._axes for module, mesh in axis.meshes().items()}
+
+    def _stage(self) -> Hashable:
+        return tuple(axis.stage() for axis in self._axes)
 
     def split(self, batch: Any) -> Any:
         """See Strategy."""

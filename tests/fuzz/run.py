@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from flextrain import FlexibleRunner, Hook
 from flextrain.core.comm.collectives import all_reduce
 from flextrain.core.errors import FlexTrainError
-from flextrain.strategies import gathering_order
 from flextrain.testing import WorkerError, WorkerGroup
 from flextrain.testing.sessions import whole_model
 
@@ -119,7 +118,6 @@ def runner_of(case: Case, strategy: dict[str, Any], folder: Path, **options: Any
 def trained(case: Case, strategy: dict[str, Any], folder: str, planted: str | None) -> Outcome:
     """In a worker: what the case gives under the strategy."""
     warnings.simplefilter("ignore")
-    gathering_order._PATIENCE_S = 3.0
     with faults.planted(planted):
         return _trained(case, strategy, Path(folder))
 

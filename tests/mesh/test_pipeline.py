@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
 from flextrain.core import gradients
 from flextrain.optim.model_group import ModelGroup
@@ -21,16 +22,26 @@ from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_numbers
 from flextrain.testing.loop import Trace, alone, train
 
-from .models import sample
+from .models import VOCABULARY, sample
 from .parity import RECIPES, compare, dtype_of, started
 from .saving import on_one_device, session
 
 Workers = Callable[[int], WorkerGroup]
 MESH = dict(type="MeshStrategy")
+
+
+def is_head(module: nn.Module) -> bool:
+    """Whether it is the last layer, which only the last stage has."""
+    return isinstance(module, nn.Linear) and module.out_features == VOCABULARY
+
+
 CASES: list[Any] = [
     pytest.param(2, dict(MESH, pp=2), "plain_tied", "accumulate-clip", id="pp2-plain_tied"),
     pytest.param(2, dict(MESH, pp=2, pp_schedule="zero_bubble"), "llama", "accumulate-clip", id="zero_bubble-llama"),
     pytest.param(4, dict(MESH, pp=2, wrap="blocks"), "fused", "frozen", id="pp2xdp2-fused"),
+    pytest.param(
+        4, dict(MESH, pp=2, wrap=is_head), "fused", "adamw", id="pp2xdp2-units of one stage", marks=pytest.mark.full
+    ),
 ]
 
 

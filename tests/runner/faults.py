@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -21,6 +20,8 @@ from torch.utils.data import Dataset
 
 from flextrain import BaseMetric, FlexibleRunner, Hook
 from flextrain.runner.hooks import EMAHook
+
+from ..ports import reserved_port
 
 STALL_S = 2.0
 AT = 4
@@ -233,9 +234,11 @@ def run_rank(folder: str, rank: int, fault: str) -> None:
 
 def scenario(folder: str, fault: str, size: int = 2, limit_s: float = 40.0) -> list[Outcome]:
     """Run a scenario in forked processes, and return how each rank ended; ranks that stay stopped are killed."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with reserved_port() as port:
+        return _outcomes(folder, fault, size, limit_s, port)
+
+
+def _outcomes(folder: str, fault: str, size: int, limit_s: float, port: int) -> list[Outcome]:
     keeper = _keep_store(port) if fault.startswith("store") else None
     began, pids = time.monotonic(), {}
     paths = [Path(folder, f"output.{rank}") for rank in range(size)]

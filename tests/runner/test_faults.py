@@ -59,7 +59,7 @@ def test_an_error_of_one_rank_is_the_reason_of_the_others(tmp_path: Path, worker
 
 def test_a_killed_rank_is_named_by_the_others(tmp_path: Path, workers1: WorkerGroup) -> None:
     first, second = outcomes(tmp_path, workers1, "kill")
-    assert (first.status, second.status) == (1, -9)
+    assert (first.status, second.status) == (1, -9), second.output
     assert "has ended without a word: killed" in line(first, "Failed because rank 1 (process ")
 
 

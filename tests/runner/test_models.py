@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flextrain import BaseModel, ConfigError, FlexibleRunner, OptimWrapper, OptimWrapperDict
+from flextrain import BaseModel, ConfigError, FlexibleRunner, OptimWrapper, OptimWrapperDict, SingleDeviceStrategy
 from flextrain.core.model import BaseDataPreprocessor
 from flextrain.core.registry import MODELS
 from flextrain.runner.hooks import Hook
@@ -371,6 +371,33 @@ def test_data_preprocessor(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert torch.equal(model.seen[0], Samples(4).x * 2)
     assert torch.equal(model.seen[1], Samples(4).x * 2)
     assert model.data_preprocessor.modes == {True, False}
+
+
+class Doubled(BaseDataPreprocessor):
+    """Doubles in place."""
+
+    def forward(self, data: Any, training: bool = False) -> Any:
+        data["x"].mul_(2)
+        return self.cast_data(data)
+
+
+class Looking(SingleDeviceStrategy):
+    """Computes the first batch before it is trained on, as context parallelism does."""
+
+    def check_window(self, window: Any, step: Any) -> None:
+        step.begin(0)
+        step.forward(window[0])
+
+
+def test_a_preprocessor_that_changes_the_first_batch_in_place(tmp_path: Path) -> None:
+    order = dict(type="DefaultSampler", shuffle=False)
+    data = dict(batch_size=4, dataset=Samples(4), sampler=order, collate_fn="default_collate")
+    runner = make_runner(
+        tmp_path, model=Preprocessed(Doubled()), strategy=Looking(), train_dataloader=data, train_cfg=dict(max_epochs=1)
+    )
+    runner.train()
+    model: Any = runner.strategy.module
+    assert [torch.equal(seen, Samples(4).x * 2) for seen in model.seen] == [True, True]
 
 
 def test_a_preprocessor_for_a_model_that_takes_none(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from flextrain.core.errors import StrategyError
+from flextrain.core.torch_private import gradient_hooks
 from flextrain.optim import OptimWrapper
-from flextrain.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, MeshStrategy, gathering_order
+from flextrain.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, MeshStrategy
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train, windows
 from flextrain.testing.models import Batch, SmallModel
@@ -121,15 +123,48 @@ class Exits(Experts):
         return self.head(self.first(x))  # type: ignore[no-any-return]
 
 
+class Inner(nn.Module):
+    """A unit with a parameter of its own and two units inside, of which it calls one or both, the last at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.first, self.second = nn.Parameter(torch.ones(6)), Expert(4), Expert(5)
+        self.second.register_forward_hook(lambda module, args, output: output * 0.5)
+
+    def forward(self, x: Tensor, route: int) -> Tensor:
+        """Of ``x``."""
+        x = x * self.own
+        if route != 1:
+            x = self.first(x)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and route > 0):
+            seen = self.second(x)
+        return x + seen if route != 2 else self.first(seen)  # type: ignore[no-any-return]
+
+
 class InTurn(Experts):
-    """The layers in the order, and as often, as the route of the first sample says."""
+    """Each process calls layers in the order, and as often, as the route of its first sample says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Inner(), Inner()]).to(self.dtype)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """See SmallModel; one device with the samples of two processes computes as each of them."""
+        found = []
+        for rows, route in zip(x.split(4), self.route[::4].tolist(), strict=True):
+            rows = self.first(rows)
+            for number in ((0, 1), (1, 0, 0), (1,))[route]:
+                rows = rows + self.blocks[number](rows, route)
+            found.append(self.experts[route](rows) if route else rows)
+        return self.head(torch.cat(found))  # type: ignore[no-any-return]
+
+
+class Recomputed(Experts):
+    """Recomputes all of the layers together."""
 
     def logits(self, x: Tensor) -> Tensor:
         """See SmallModel."""
-        x = self.first(x)
-        for _ in range(1 + int(self.route[0])):
-            x = self.experts[0](self.experts[1](x))
-        return self.head(x)  # type: ignore[no-any-return]
+        return self.head(checkpoint(self.experts, self.first(x), self.route, use_reentrant=False))  # type: ignore[no-any-return]
 
 
 class Sparse(Single):
@@ -191,6 +226,7 @@ UNITS = dict(wrap=["Expert"])
     [
         pytest.param(FSDP, Experts, id="fsdp"),
         pytest.param(FSDP | UNITS, Experts, id="units"),
+        pytest.param(FSDP | dict(wrap=["Expert", "Inner"]), InTurn, id="in turn"),
         pytest.param(DDP | dict(find_unused_parameters=True), Sparse, id="sparse"),
         pytest.param(FSDP, Empty, id="empty", marks=pytest.mark.full),
         pytest.param(FSDP | UNITS | dict(prefetch=2), Exits, id="exits", marks=pytest.mark.full),
@@ -229,7 +265,6 @@ def test_zero_sends_zeros(workers2: WorkerGroup, stage: int) -> None:
 
 def refused(spec: dict[str, Any], model: Any, frozen_at: int | None = None) -> str:
     """The error of this process, which freezes the first expert on rank 1 after some updates."""
-    gathering_order._PATIENCE_S = 3.0
     try:
         with started(spec, wrapper(), model) as session:
             for number, batch in enumerate(batches()):
@@ -255,7 +290,12 @@ NO_GRADIENT = "model.experts.0.0.weight: rank 1 has no gradient, because it is f
     [
         pytest.param(FSDP, Experts, 2, NO_GRADIENT, marks=pytest.mark.full),
         (FSDP | UNITS, Experts, 2, NO_GRADIENT),
-        (FSDP | UNITS, InTurn, None, "calls experts.1 in forward 5, where other processes call other modules"),
+        (
+            FSDP | UNITS,
+            Recomputed,
+            None,
+            "recomputes it in backward together with other FSDP units, in forward 1, where",
+        ),
         (DDP, Experts, None, "rank 1 cannot reduce its gradients, the loss does not depend on experts.0.0.weight"),
         (FSDP, Sparse, None, "model.table: has sparse=True, and FSDPStrategy takes dense gradients only"),
         zero(3, Single, "model.experts.0.0: rank 1 does not call it in forward 1, where other processes do"),
@@ -269,3 +309,13 @@ def test_refused(workers2: WorkerGroup, spec: dict[str, Any], model: Any, frozen
     errors = workers2.run(refused, spec, model, frozen_at)
     assert any(said in error for error in errors), errors
     assert "nothing" not in errors
+
+
+def again() -> int:
+    """How many hooks count as the user's when a model with sparse gradients was set up under DDP."""
+    with started(DDP, wrapper(1, Sparse), Sparse) as session:
+        return sum(gradient_hooks(parameter) for parameter in session.strategy.module.parameters())
+
+
+def test_hooks_of_ddp_are_not_the_users(workers2: WorkerGroup) -> None:
+    assert workers2.run(again) == [0, 0]

@@ -66,6 +66,11 @@ class Engine:
         self._once = 0
         self._model: nn.Module | None = None
 
+    @property
+    def stage(self) -> int | None:
+        """The stage under way; None between the stages."""
+        return self._run.current
+
     def finish(self, model: nn.Module) -> None:
         """Register what has to be after everything else on the wrapped model."""
         model.register_forward_hook(self._run.leave)

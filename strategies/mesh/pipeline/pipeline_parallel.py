@@ -164,6 +164,10 @@ class Pipeline(Axis):
         for wrapper in optim.wrappers.values() if optim is not None else ():
             wrapper.register_step_pre_hook(self._ties.add)
 
+    def stage(self) -> int | None:
+        """See Axis."""
+        return None if self._engine is None else self._engine.stage
+
     def check_window(self, window: Sequence[Any], step: TrainStep, inner: CheckWindow) -> None:
         """See Axis."""
         assert self._engine is not None

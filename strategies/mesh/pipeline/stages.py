@@ -107,6 +107,9 @@ class StageRun:
         own: the stages of this process.
         device: on which it computes.
         dtype: in which FSDP computes; None: that of the parameters.
+
+    Attributes:
+        current: the stage under way; None between the stages.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class StageRun:
         self.spans = list(itertools.pairwise(starts))
         self.rehearsal = Rehearsal(model, chain, self.spans, device, dtype)
         self._slots: dict[int, list[tuple[nn.Module, str, nn.Module]]] = {}
-        self._stage: int | None = None
+        self.current: int | None = None
         self._given: Callable[[Callable[[], Tensor]], Tensor] | None = None
         self._model = model
         self._left: Tensor | None = None
@@ -192,7 +195,7 @@ class StageRun:
     def check_complete(self, modules: Iterable[nn.Module]) -> None:
         """Raise StrategyError if a stage is under way, and another process has one of ``modules``."""
         absent = next((module for module in modules if isinstance(module, _Elsewhere)), None)
-        if absent is not None and self._stage is not None:
+        if absent is not None and self.current is not None:
             raise StrategyError(
                 f"model: {class_name(self._model)} goes through its parameters in a step, and another process of the pipeline has "
                 f"those of {absent._name}; compute in a layer what needs them, or give strategy.pp=1"
@@ -208,14 +211,14 @@ class StageRun:
     @contextmanager
     def stage(self, number: int, given: Callable[[Callable[[], Tensor]], Tensor]) -> Iterator[None]:
         """Context in which the model computes one stage from what the stage before has sent."""
-        self._stage, self._given = number, given
+        self.current, self._given = number, given
         slots = self._slots.get(number, ())
         for parent, key, module in slots:
             setattr(parent, key, module)
         try:
             yield
         finally:
-            self._stage = self._given = None
+            self.current = self._given = None
             if slots:
                 for stage in self.own:
                     for parent, key, module in self._slots[stage]:
@@ -264,7 +267,7 @@ class StageRun:
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the model, after all others: end the call of a stage that is not the last."""
-        if self._stage is not None and self._left is not None:
+        if self.current is not None and self._left is not None:
             value, self._left = self._left, None
             spread = isinstance(value, DTensor)
             # FSDP may have cast its output, which the next stage would compute with in another dtype.
@@ -277,7 +280,7 @@ class StageRun:
 
     def _first_layer(self, module: nn.Module, args: Any) -> None:
         if self._is_drawing():
-            if self._stage is None:
+            if self.current is None:
                 self.streams.repeat_layer()
             else:
                 self.streams.leave_shared()
@@ -296,7 +299,7 @@ class StageRun:
 
     def _forward(self, own_forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         is_called, self._is_called = self._is_called, False
-        if self._stage is None:
+        if self.current is None:
             raise StrategyError(
                 "model: was called outside of an update and an evaluation, but no process of a pipeline has all of it; give the "
                 "call to runner.val() or runner.test()"
@@ -352,8 +355,8 @@ class StageRun:
     def pass_on(self, number: int, args: Any, kwargs: Any) -> Any:
         """Stand for layer ``number`` in the stage under way."""
         self._check_in_forward(self.chain.layers[number])
-        assert self._stage is not None
-        start, end = self.spans[self._stage]
+        assert self.current is not None
+        start, end = self.spans[self.current]
         value = chained(args, kwargs)
         draws = self._is_drawing()
         if number == 0 and draws:
@@ -369,7 +372,7 @@ class StageRun:
                 )
             value, self._was_given = self._given(functools.partial(self._passed, number, value, args, kwargs)), True
             if draws:
-                self.streams.enter_layers(self._stage)
+                self.streams.enter_layers(self.current)
         else:
             value = self._passed(number, value, args, kwargs)
         return self.rehearsal.as_given(number, value)
