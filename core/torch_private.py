@@ -13,6 +13,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol, cast
@@ -140,6 +141,10 @@ def call_loaded_hooks(module: nn.Module) -> None:
 def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """The dicts in which a module keeps its parameters and its submodules. 2.6, 2.15."""
     return module._parameters, module._modules
+
+
+gradient_state = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+"""Whether a parameter is trained, and the two dicts of hooks that backward calls for it, None if there was none. 2.6, 2.15."""
 
 
 def gradient_hooks(parameter: Tensor) -> int:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_
-from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..core.comm.joint_errors import raising_together
 from ..core.comm.topology import Topology
 from ..core.errors import StrategyError
-from ..core.torch_private import call_first, gradient_hooks, tables_of
+from ..core.torch_private import call_first, gradient_hooks, gradient_state, tables_of
 from .names import tied
 
 
@@ -35,11 +36,14 @@ class ParametersAsMade:
             id(made) for made, _ in self._made.values() if gradient_hooks(made)
         }  # strategies have hooks too
 
-    def give(self, module: nn.Module, strategy: str, topology: Topology) -> None:
+    def give(self, module: nn.Module, strategy: str, topology: Topology) -> list[RemovableHandle]:
         """Give attributes to the parameters that are there now, and hooks the gradients of whole micro-batches.
 
         A hook may read its parameter. So that of one which is another object by now is refused, and over several shards of the
         data it gets the mean of their gradients, whatever it computes with it.
+
+        Returns:
+            Handles of the hooks that compute the means.
 
         Raises:
             StrategyError: on every process, if hooks would not be called as on one device, or a class of the user's is lost.
@@ -48,11 +52,13 @@ class ParametersAsMade:
         if self._hooked or any(_is_subclass(made) for made, _ in self._made.values()):  # then on every process
             with raising_together():
                 self._check(held, strategy, topology)
+        handles = []
         for made, own in {made: held[name] for name, (made, _) in self._made.items() if name in held}.items():
             if own is not made:
                 vars(own).update({key: value for key, value in vars(made).items() if key not in vars(own)})
             elif topology.data.count > 1 and id(made) in self._hooked:
-                call_first(own, lambda gradient: topology.data.mean(gradient.clone()))
+                handles.append(call_first(own, lambda gradient: topology.data.mean(gradient.clone())))
+        return handles
 
     def _check(self, held: Mapping[str, nn.Parameter], strategy: str, topology: Topology) -> None:
         for name, (made, shape) in self._made.items():
@@ -101,6 +107,8 @@ class Arranged:
 class AsAtSetup:
     """The parameters when training was set up, and a check before every update that it will not miss what changed since.
 
+    The check compares lists in C, without a call of Python for a module or a parameter, until something has changed.
+
     Args:
         module: returns the user's model, as it is between updates.
         arranged: what is refused besides parameters that were replaced.
@@ -110,20 +118,31 @@ class AsAtSetup:
         self._module, self._arranged = module, arranged
         self._named = list(module().named_parameters())
         self._trained = {id(parameter) for _, parameter in self._named if parameter.requires_grad}
-        self._tables = self._found()
-        watched = arranged != Arranged()
-        self._states = [(name, p, p.requires_grad, gradient_hooks(p)) for name, p in self._named if watched]
+        self._at_setup = [(name, p, p.requires_grad, gradient_hooks(p)) for name, p in self._named]
+        self._watched = [p for _, p in self._named] if arranged != Arranged() else []
+        self._note_tables()
+        self._note_states()
 
     def check(self) -> None:
         """Raise StrategyError if something has changed."""
-        # Not by named_parameters(), which takes several times as long.
-        if not all(map(_is_as_before, self._tables)):
-            now = dict(self._module().named_parameters())
-            if gone := self._trained - set(map(id, now.values())):
-                name = next(name for name, parameter in self._named if id(parameter) in gone)
-                raise replaced(now, self._trained, name)
-            self._tables = self._found()
-        for name, parameter, was_trained, hooks in self._states:
+        # dict's own method, because DeepSpeed's subclass looks at every value.
+        held = [*chain.from_iterable(map(dict.values, self._tables))]
+        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
+            self._check_parameters()
+        if self._watched and (
+            [*map(gradient_state, self._watched)] != self._states or [*map(len, self._hooks)] != self._hook_counts
+        ):
+            self._check_states()
+
+    def _check_parameters(self) -> None:
+        now = dict(self._module().named_parameters())
+        if gone := self._trained - set(map(id, now.values())):
+            name = next(name for name, parameter in self._named if id(parameter) in gone)
+            raise replaced(now, self._trained, name)
+        self._note_tables()
+
+    def _check_states(self) -> None:
+        for name, parameter, was_trained, hooks in self._at_setup:
             if parameter.requires_grad is not was_trained and (why := self._why_not(was_trained)):
                 states = "is frozen now and was trainable" if was_trained else "is trainable now and was frozen"
                 raise StrategyError(
@@ -134,18 +153,19 @@ class AsAtSetup:
                 raise StrategyError(
                     f"model.{name}: has a gradient hook that was registered after set-up, {self._arranged.hooked}"
                 )
+        self._note_states()
 
     def _why_not(self, was_trained: bool) -> str:
         return self._arranged.frozen if was_trained else self._arranged.thawed
 
-    def _found(self) -> list[tuple[dict[str, Any], tuple[Any, ...]]]:
-        return [(table, (*dict.values(table),)) for part in self._module().modules() for table in tables_of(part)]
+    def _note_tables(self) -> None:
+        self._tables = [table for part in self._module().modules() for table in tables_of(part)]
+        self._held = [*chain.from_iterable(map(dict.values, self._tables))]
 
-
-def _is_as_before(table_and_values: tuple[dict[str, Any], tuple[Any, ...]]) -> bool:
-    table, values = table_and_values
-    # dict's own, because DeepSpeed's subclass looks at every value.
-    return len(table) == len(values) and all(map(is_, dict.values(table), values))
+    def _note_states(self) -> None:
+        self._states = [*map(gradient_state, self._watched)]
+        self._hooks = [table for _, *own in self._states for table in own if table is not None]
+        self._hook_counts = [*map(len, self._hooks)]
 
 
 def replaced(parameters: Mapping[str, nn.Parameter], known: set[int], gone: str = "a removed one") -> StrategyError:

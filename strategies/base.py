@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..core.comm.agreement import description, first_difference
 from ..core.comm.model_sync import share_weights
@@ -84,6 +85,7 @@ class Strategy(WholeWeights):
         self.precision = Precision()
         self._replica_check = ReplicaCheck()
         self._parameters: AsAtSetup | None = None
+        self._gradient_hooks: list[RemovableHandle] = []  # on the user's parameters; teardown removes them
         self._puts_off_sync = True  # whether grad_sync is overridden, see setup
 
     # Setup and teardown
@@ -175,7 +177,7 @@ class Strategy(WholeWeights):
         self._names = Names(model)
         self._module = model
         self._model = self._wrap(model)
-        as_made.give(self.module, type(self).__name__, self.topology)
+        self._gradient_hooks += as_made.give(self.module, type(self).__name__, self.topology)
         if self._blueprint is not None:
             self._blueprint.follow()
         if self.config.compile:
@@ -254,6 +256,9 @@ class Strategy(WholeWeights):
 
     def teardown(self) -> None:
         """Leave the process group, if this strategy joined it, and drop the model; may be called again."""
+        for handle in self._gradient_hooks:
+            handle.remove()
+        self._gradient_hooks.clear()
         self._model = self._module = self.optim = self._blueprint = self._parameters = None
         self._leave_environment()
 

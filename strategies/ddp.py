@@ -181,7 +181,7 @@ class DDPStrategy(Strategy):
         for module in model.modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
                 # torch (2.15) divides a sparse gradient in place, in memory that the gradients of other parameters may share.
-                module.weight.register_hook(_in_memory_of_its_own)  # type: ignore[no-untyped-call]
+                self._gradient_hooks.append(module.weight.register_hook(_in_memory_of_its_own))  # type: ignore[no-untyped-call]
         kind = DataParallelWithoutValues if rehearsing() else DistributedDataParallel
         wrapped = kind(
             model,

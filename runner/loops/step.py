@@ -186,6 +186,8 @@ class Stepper:
 
     def check(self, window: list[Any], counted: Counted | None = None) -> None:
         """Let the strategy refuse what it would train wrongly, before anything of the first update happens; see ``train``."""
+        if not _has_own(self.strategy, "check_window"):
+            return
         self.counted = counted
         window = [
             tree_map_only(Tensor, torch.clone, batch) for batch in window

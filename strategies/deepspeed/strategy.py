@@ -314,7 +314,8 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
                 frozen_groups = self._build_optimizer(self._wrapper, model, stage)
             optimizer = self._wrapper.optimizer
             if self.config.unused_parameters == "refuse":
-                UsedByNobody(model.named_parameters(), self._wrapper, self.topology.data, self.device)
+                used = UsedByNobody(model.named_parameters(), self._wrapper, self.topology.data, self.device)
+                self._gradient_hooks += used.handles
         elif stage < 3:
             stage = 0  # without an optimizer there is no state to shard
         originals: dict[str, Tensor] = {}
@@ -343,7 +344,8 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
             modules = engine_internals.gathering_modules(model)
             _LayerOrder(model, modules, self.topology.data, self.topology.rank, group, hidden)
             if self._wrapper:
-                UsedAlike(self._engine.optimizer, model, self.topology.data, self.device)
+                alike = UsedAlike(self._engine.optimizer, model, self.topology.data, self.device)
+                self._gradient_hooks += alike.handles
         if self._checkpointing:
             _deepspeed().checkpointing.configure(None, deepspeed_config=keys)
         fragments = self._adopt(model, stage, originals) if self._wrapper else []

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ...core.comm import collectives as dist
 from ...core.comm.topology import DataShard
@@ -44,13 +45,18 @@ class _Used:
     Args:
         own: the parameters, by name.
         data: the processes that train, and the ``device`` on which they agree.
+
+    Attributes:
+        handles: of the hooks that note it.
     """
 
     def __init__(self, own: Sequence[tuple[str, Tensor]], data: DataShard, device: torch.device) -> None:
         self._names, self._used = [name for name, _ in own], set[int]()
         self._data, self._device = data, device
-        for number, (_, parameter) in enumerate(own):
+        self.handles: list[RemovableHandle] = [
             parameter.register_hook(partial(self._note, number))  # type: ignore[no-untyped-call]
+            for number, (_, parameter) in enumerate(own)
+        ]
 
     def _note(self, number: int, gradient: Tensor) -> None:
         self._used.add(number)

@@ -7,6 +7,7 @@ from typing import cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 
 class NotingErrors:
@@ -27,10 +28,10 @@ class NotingErrors:
             self.has_seen = True
 
 
-def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
+def settle_gradients(parameters: Iterable[nn.Parameter]) -> list[RemovableHandle]:
     """Give gradients of parameters that FSDP does not shard the layout of their parameters, as it does for all others.
 
-    They may be pending sums over processes, whose summands cannot be clipped.
+    They may be pending sums over processes, whose summands cannot be clipped. Returned are the handles of the hooks that do it.
     """
 
     def settle(parameter: Tensor) -> None:
@@ -38,6 +39,8 @@ def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
         if gradient.placements != own.placements:
             parameter.grad = gradient.redistribute(placements=own.placements)
 
-    for parameter in parameters:
-        if isinstance(parameter, DTensor) and parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(settle)  # type: ignore[no-untyped-call]
+    return [
+        parameter.register_post_accumulate_grad_hook(settle)  # type: ignore[no-untyped-call]
+        for parameter in parameters
+        if isinstance(parameter, DTensor) and parameter.requires_grad
+    ]

@@ -229,7 +229,7 @@ class FSDPStrategy(Strategy):
         if self.config.prefetch is not None:
             prefetch(self.module, self._units, self.config.prefetch)
         self._log_units()
-        settle_gradients(self._scalars)
+        self._gradient_hooks += settle_gradients(self._scalars)
         for root in roots:
             root.register_forward_hook(self._leave_root, always_call=True)
             if running_statistics(root) and self.topology.data.count > 1:
@@ -263,7 +263,7 @@ class FSDPStrategy(Strategy):
         self._without_memory.materialize(model, self._scalars, self.device, on_host=False)
         if not rehearsing():
             model.to(self.device)
-        settle_gradients(model.parameters())
+        self._gradient_hooks += settle_gradients(model.parameters())
         return model
 
     def _choose_units(self, model: nn.Module) -> list[nn.Module]:

@@ -39,6 +39,10 @@ class UsedParameters:
         self._zeros: dict[int, Tensor] = {}  # gradients that are zeros of this process, by parameter
         self._data, self._device, self._rank = data, device, rank
         self._updates = 0
+        self._sent: tuple[list[int], Tensor] = (
+            [],
+            torch.empty(0),
+        )  # what this process has told last, here and on the device
         for unit in units:
             fill_gradients(unit, self._takes_part, self._note)
 
@@ -61,35 +65,39 @@ class UsedParameters:
             assert parameter.grad is not None
             self._zeros[id(parameter)] = parameter.grad
 
-    def _computed(self, parameter: Tensor) -> int:
-        if parameter.grad is None or not parameter.requires_grad:
-            return _NONE
-        return _ZEROS if self._zeros.get(id(parameter)) is parameter.grad else _OWN
-
     def _agree(self, parameters: list[DTensor]) -> None:
         """Drop gradients that are zeros of all processes.
 
-        The answer is read where something was not used, and on the CPU, where reading it waits for nothing.
+        The answer is read where this process has sent zeros, or has no gradient and did not say so before the last update: whatever
+        differs then is read by the process that has changed. On the CPU, where reading waits for nothing, it is always read.
 
         Raises:
             StrategyError: some processes have computed a gradient that others have not, and have sent no zeros for.
         """
         self._updates += 1
-        computed = [self._computed(parameter) for parameter in parameters]
-        if min(computed) == _OWN:  # without a copy from the host
-            ends = torch.zeros(2, len(parameters), dtype=torch.int8, device=self._device)
-            ends[0] = _OWN
-        else:
-            ends = torch.tensor([computed, [_OWN - one for one in computed]], dtype=torch.int8, device=self._device)
-        dist.all_reduce(ends, "max", self._data.group)
-        if self._device.type == "cpu" or min(computed) < _OWN:
-            for parameter, most, least in zip(parameters, *ends.tolist(), strict=True):
-                self._settle(parameter, most, _OWN - least)
-        self._zeros.clear()
+        zeros = self._zeros
+        computed = [
+            _NONE
+            if (gradient := parameter.grad) is None or not parameter.requires_grad
+            else _ZEROS
+            if zeros and zeros.get(id(parameter)) is gradient
+            else _OWN
+            for parameter in parameters
+        ]
+        is_new = computed != self._sent[0]
+        if is_new:  # otherwise nothing is copied from the host
+            told = [computed, [_OWN - one for one in computed]]
+            self._sent = computed, torch.tensor(told, dtype=torch.int8, device=self._device)
+        dist.all_reduce(ends := self._sent[1].clone(), "max", self._data.group)
+        if self._device.type == "cpu" or _ZEROS in computed or (is_new and _NONE in computed):
+            for parameter, own, most, least in zip(parameters, computed, *ends.tolist(), strict=True):
+                if most < _OWN or least:
+                    self._settle(parameter, own, most, _OWN - least)
+        zeros.clear()
 
-    def _settle(self, parameter: DTensor, most: int, least: int) -> None:
+    def _settle(self, parameter: DTensor, own: int, most: int, least: int) -> None:
         if least == _NONE < most:
-            name, has_none = self._names[id(parameter)], self._computed(parameter) == _NONE
+            name, has_none = self._names[id(parameter)], own == _NONE
             frozen = "" if parameter.requires_grad else ", because it is frozen here"
             raise StrategyError(
                 f"model.{name}: rank {self._rank} has {f'no gradient{frozen}' if has_none else 'a gradient'} in update "

@@ -184,3 +184,26 @@ def test_a_hook_on_one_process_is_refused(workers2: WorkerGroup) -> None:
     for message in workers2.run(hooked_on_one):
         assert "blocks.0.0.weight" in message
         assert "1 gradient hook" in message
+
+
+def hooks_left(spec: dict[str, Any], dtype: torch.dtype) -> dict[str, list[str]]:
+    """In a worker: the modules of the functions that backward still calls for parameters when a strategy was torn down."""
+    strategy: Any = STRATEGIES.build({"device": "cpu", **spec}, "strategy")
+    model = Net().to(dtype)
+    clamp(model)
+    strategy.setup_environment()
+    strategy.setup(model, OptimWrapper(dict(type="SGD", lr=0.5, momentum=0.9)))
+    strategy.teardown()
+    dist.destroy_process_group()
+    return {
+        name: [getattr(hook, "func", hook).__module__ for hook in parameter._backward_hooks.values()]  # type: ignore[union-attr]
+        for name, parameter in model.named_parameters()
+        if parameter._backward_hooks
+    }
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.deepspeed), ZEROS[2]])
+def test_teardown_leaves_the_hooks_of_the_user(workers2: WorkerGroup, strategy: str) -> None:
+    dtype = torch.float32 if strategy.startswith("zero") else torch.float64
+    for found in workers2.run(hooks_left, EXPECTED[strategy][0], dtype):
+        assert found == {"blocks.0.0.weight": [__name__]}
