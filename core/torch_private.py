@@ -90,9 +90,8 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def is_view(tensor: Tensor) -> bool:
-    """Whether a tensor is a view, whose values change with those of another tensor. 2.6, 2.15."""
-    return tensor._is_view()
+is_view = Tensor._is_view
+"""Whether a tensor is a view, whose values change with those of another tensor. 2.6, 2.15."""
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

@@ -32,6 +32,7 @@ class IterTimerHook(Hook):
         # Seconds and iterations of training, and of the current validation or test.
         self._seconds = self._eval_seconds = 0.0
         self._done = self._eval_done = 0
+        self._loop: Any = None
         self._loop_s = self._saved_s = 0.0
         self.waited_s = 0.0
         """Seconds of this training in which this process has waited for data."""
@@ -40,7 +41,8 @@ class IterTimerHook(Hook):
     def before_train(self, runner: Run) -> None:
         """Reset the measurement; a resumed run starts from its iteration."""
         self._start, self._done, self._seconds, self.waited_s = runner.iter, 0, 0.0, 0.0
-        self._loop_s = getattr(runner.train_loop, "waited_s", 0.0)
+        self._loop = runner.train_loop
+        self._loop_s = getattr(self._loop, "waited_s", 0.0)
         self._saved_s = getattr(runner, "saving_s", 0.0)
         self._data_times = runner.message_hub.history("train/data_time")
         self._times = runner.message_hub.history("train/time")
@@ -65,7 +67,7 @@ class IterTimerHook(Hook):
 
     def before_train_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
         """Record the time spent waiting for the batch, without that of hooks and saves after the update before."""
-        loop_s = getattr(runner.train_loop, "waited_s", None)  # a loop of one's own may have none
+        loop_s = getattr(self._loop, "waited_s", None)  # a loop of one's own may have none
         waited = time.perf_counter() - self._last if loop_s is None else loop_s - self._loop_s
         self._loop_s = loop_s or 0.0
         self.waited_s += waited

@@ -287,23 +287,21 @@ class UnreadMean:
         values: numbers and one-element tensors, newest first.
     """
 
-    __slots__ = ("_values",)
+    __slots__ = ("_values", "tensors")
 
     def __init__(self, values: list[Any]) -> None:
         self._values = values
-
-    @property
-    def tensors(self) -> list[Tensor]:
+        self.tensors = _tensors(values)
         """The values that are still tensors on a device."""
-        return [value for value in self._values if isinstance(value, Tensor)]
 
-    def settle(self, number: Callable[[Any], float]) -> None:
-        """Replace every value by its ``number``."""
-        self._values = list(map(number, self._values))
+    def settle(self, read: Mapping[int, float]) -> None:
+        """Replace every tensor by its number, which ``read`` has by identity."""
+        self._values, self.tensors = _as_numbers(self._values, read), []
 
     def mean(self) -> float:
         """Return the mean, after reading the values that are unread."""
-        fetch([], [self])
+        if self.tensors:
+            fetch([], [self])
         return cast(float, sum(self._values) / len(self._values))
 
 
@@ -329,7 +327,7 @@ def fetch(buffers: Iterable[HistoryBuffer], means: Sequence[UnreadMean] = ()) ->
             if set(map(type, new)) == {float}:
                 buffer._settle(new)
             else:
-                found = [value for value in new if isinstance(value, Tensor)]
+                found = _tensors(new)
                 for value in found:
                     if value.numel() != 1:
                         shape = tuple(value.shape)
@@ -338,17 +336,23 @@ def fetch(buffers: Iterable[HistoryBuffer], means: Sequence[UnreadMean] = ()) ->
                     buffer._device = found[-1].device
                 tensors |= zip(map(id, found), found, strict=True)
                 waiting.append((buffer, new))
-    for mean in means:
-        tensors |= ((id(value), value) for value in mean.tensors)
+    unread = [mean for mean in means if mean.tensors]
+    for mean in unread:
+        tensors |= zip(map(id, mean.tensors), mean.tensors, strict=True)
     read = dict(zip(tensors, _numbers(list(tensors.values())), strict=True))
-
-    def number(value: Any) -> float:
-        return read[id(value)] if isinstance(value, Tensor) else float(value)
-
     for buffer, new in waiting:
-        buffer._settle(list(map(number, new)))
-    for mean in means:
-        mean.settle(number)
+        buffer._settle(_as_numbers(new, read))
+    for mean in unread:
+        mean.settle(read)
+
+
+def _tensors(values: list[Any]) -> list[Tensor]:
+    """Return the tensors among the values; most scalars are numbers, and cost no look at each."""
+    return [] if set(map(type, values)) == {float} else [value for value in values if isinstance(value, Tensor)]
+
+
+def _as_numbers(values: list[Any], read: Mapping[int, float]) -> list[float]:
+    return [read[id(value)] if isinstance(value, Tensor) else float(value) for value in values]
 
 
 def _numbers(tensors: list[Tensor]) -> list[float]:
