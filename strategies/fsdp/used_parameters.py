@@ -39,10 +39,7 @@ class UsedParameters:
         self._zeros: dict[int, Tensor] = {}  # gradients that are zeros of this process, by parameter
         self._data, self._device, self._rank = data, device, rank
         self._updates = 0
-        self._sent: tuple[list[int], Tensor] = (
-            [],
-            torch.empty(0),
-        )  # what this process has told last, here and on the device
+        self._told: list[tuple[list[int], Tensor]] = []  # of each wrapper, what was told last: here, on the device
         for unit in units:
             fill_gradients(unit, self._takes_part, self._note)
 
@@ -51,7 +48,10 @@ class UsedParameters:
         own = [optim.model_parameter(p) for group in optim.param_groups for p in group["params"]]
         sharded = [parameter for parameter in own if isinstance(parameter, DTensor)]
         if sharded and self._data.count > 1:
-            optim.register_step_pre_hook(lambda _: self._agree(sharded))
+            number, all_own = len(self._told), torch.zeros(2, len(sharded), dtype=torch.int8, device=self._device)
+            all_own[0] = _OWN  # without a copy from the host
+            self._told.append(([_OWN] * len(sharded), all_own))
+            optim.register_step_pre_hook(lambda _: self._agree(number, sharded))
 
     def _takes_part(self, parameter: Tensor) -> bool:
         if parameter.requires_grad:
@@ -65,7 +65,7 @@ class UsedParameters:
             assert parameter.grad is not None
             self._zeros[id(parameter)] = parameter.grad
 
-    def _agree(self, parameters: list[DTensor]) -> None:
+    def _agree(self, number: int, parameters: list[DTensor]) -> None:
         """Drop gradients that are zeros of all processes.
 
         The answer is read where this process has sent zeros, or has no gradient and did not say so before the last update: whatever
@@ -84,11 +84,11 @@ class UsedParameters:
             else _OWN
             for parameter in parameters
         ]
-        is_new = computed != self._sent[0]
-        if is_new:  # otherwise nothing is copied from the host
+        is_new = computed != self._told[number][0]
+        if is_new:
             told = [computed, [_OWN - one for one in computed]]
-            self._sent = computed, torch.tensor(told, dtype=torch.int8, device=self._device)
-        dist.all_reduce(ends := self._sent[1].clone(), "max", self._data.group)
+            self._told[number] = computed, torch.tensor(told, dtype=torch.int8, device=self._device)
+        dist.all_reduce(ends := self._told[number][1].clone(), "max", self._data.group)
         if self._device.type == "cpu" or _ZEROS in computed or (is_new and _NONE in computed):
             for parameter, own, most, least in zip(parameters, computed, *ends.tolist(), strict=True):
                 if most < _OWN or least:
