@@ -178,6 +178,42 @@ def call_first(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> RemovableHan
     return handle
 
 
+class _Postponed:
+    """A gradient hook of a user's that backward does not call; it stays where its handle finds it."""
+
+    def __init__(self, hook: Callable[[Tensor], Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, *_: Any) -> None:
+        pass
+
+
+def postpone_gradient_hooks(parameter: Tensor) -> tuple[Callable[[], list[Any]], Callable[[], list[Any]]]:
+    """Let backward pass by the hooks of users that a parameter has. 2.6, 2.15.
+
+    Returns:
+        What returns those of ``register_hook`` that were not removed since, and the same for those that follow accumulation.
+    """
+    tables = [parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}]
+    for table in tables:
+        for key, hook in table.items():
+            if _of_users({0: hook}):
+                table[key] = _Postponed(hook)
+    before, after = (
+        lambda table=table: [one.hook for one in [*table.values()] if isinstance(one, _Postponed)] for table in tables
+    )
+    return before, after
+
+
+def leave_to_others(model: nn.Module, left: Iterable[nn.Parameter]) -> None:
+    """Let DistributedDataParallel take no notice of some parameters of a model. 2.6, 2.15."""
+    own = set(left)
+    names = [name for name, p in model.named_parameters(remove_duplicate=False) if p in own]
+    # torch puts the names of the model's own parameters together with a dot before them in one of two places.
+    names += [f".{name}" for name in names if "." not in name]
+    cast(Any, nn.parallel.DistributedDataParallel)._set_params_and_buffers_to_ignore_for_model(model, names)
+
+
 def has_loading_hooks(module: nn.Module) -> bool:
     """Whether the module has load_state_dict pre-hooks. 2.6, 2.15."""
     return bool(module._load_state_dict_pre_hooks)
