@@ -188,16 +188,28 @@ class _Postponed:
         pass
 
 
-def postpone_gradient_hooks(parameter: Tensor) -> tuple[Callable[[], list[Any]], Callable[[], list[Any]]]:
-    """Let backward pass by the hooks of users that a parameter has. 2.6, 2.15.
+def users_gradient_hooks(parameter: Tensor) -> list[Any]:
+    """The hooks that ``gradient_hooks`` counts. 2.6, 2.15."""
+    tables = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return [hook for table in tables for hook in (table or {}).values() if _of_users({0: hook})]
+
+
+def postpone_gradient_hooks(
+    parameter: Tensor, which: Iterable[Any]
+) -> tuple[Callable[[], list[Any]], Callable[[], list[Any]]]:
+    """Let backward pass by some of the hooks that a parameter has. 2.6, 2.15.
+
+    Args:
+        which: from ``users_gradient_hooks``; engines have hooks too.
 
     Returns:
         What returns those of ``register_hook`` that were not removed since, and the same for those that follow accumulation.
     """
+    own = {id(hook) for hook in which}
     tables = [parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}]
     for table in tables:
         for key, hook in table.items():
-            if _of_users({0: hook}):
+            if id(hook) in own:
                 table[key] = _Postponed(hook)
     before, after = (
         lambda table=table: [one.hook for one in [*table.values()] if isinstance(one, _Postponed)] for table in tables

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ..core.comm.joint_errors import raising_together
 from ..core.comm.topology import Topology
 from ..core.errors import StrategyError
-from ..core.torch_private import gradient_hooks, tables_of
+from ..core.torch_private import gradient_hooks, tables_of, users_gradient_hooks
+from .gradient_hooks import Hooked
 from .names import tied
 
 
@@ -31,12 +32,11 @@ class ParametersAsMade:
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if vars(parameter) or gradient_hooks(parameter) or is_subclass(parameter)
         }
-        self._hooked = {
-            id(made) for made, _ in self._made.values() if gradient_hooks(made)
-        }  # strategies have hooks too
+        found = {id(made): users_gradient_hooks(made) for made, _ in self._made.values()}  # engines have hooks too
+        self._hooked = {key: hooks for key, hooks in found.items() if hooks}
 
-    def give(self, module: nn.Module, strategy: str, topology: Topology) -> dict[str, nn.Parameter]:
-        """Give attributes to the parameters that are there now; return those that have hooks, by name.
+    def give(self, module: nn.Module, strategy: str, topology: Topology) -> dict[str, Hooked]:
+        """Give attributes to the parameters that are there now; return those that have hooks, by name, with these.
 
         A hook may read its parameter. So that of one which is another object by now is refused.
 
@@ -53,7 +53,7 @@ class ParametersAsMade:
         hooked = {
             held[name]: name for name, (made, _) in self._made.items() if name in held and id(made) in self._hooked
         }
-        return {name: parameter for parameter, name in hooked.items()}
+        return {name: (parameter, self._hooked[id(parameter)]) for parameter, name in hooked.items()}
 
     def _check(self, held: Mapping[str, nn.Parameter], strategy: str, topology: Topology) -> None:
         for name, (made, shape) in self._made.items():

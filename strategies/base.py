@@ -24,7 +24,7 @@ from ..core.transforms import compile_in_place
 from ..optim.description import description as recipe_of
 from .as_at_setup import Arranged, AsAtSetup, ParametersAsMade
 from .config import StrategyConfig
-from .gradient_hooks import HooksAfterBackward
+from .gradient_hooks import Hooked, HooksAfterBackward
 from .model_parts import spread_updates
 from .names import Names
 from .preparing import prepare
@@ -253,7 +253,7 @@ class Strategy(WholeWeights):
         """Return the processes over which gradients are averaged, also those of parameters that the strategy leaves whole."""
         return self.topology.data
 
-    def _call_hooks(self, hooked: Mapping[str, nn.Parameter], optim: Optim) -> None:
+    def _call_hooks(self, hooked: Mapping[str, Hooked], optim: Optim) -> None:
         """See to it that gradient hooks of users get means over the processes; with several of them."""
         hooks = HooksAfterBackward(hooked, self._averaged_over())
         for wrapper in optim.wrappers.values():

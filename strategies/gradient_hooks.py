@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,9 @@ from ..core.errors import StrategyError
 from ..core.gradients import average
 from ..core.torch_private import call_first, postpone_gradient_hooks
 from ..optim.wrapper import OptimWrapper
+
+Hooked = tuple[nn.Parameter, Sequence[Any]]
+"""A parameter that is whole on every process, with the hooks of users that it has."""
 
 
 class _AroundBackward:
@@ -40,18 +43,18 @@ class HooksAfterBackward(_AroundBackward):
     that has not used a parameter counts with zeros; what no process has used has no gradient and no call, as on one device.
 
     Args:
-        hooked: parameters with hooks, whole on every process, by name.
+        hooked: parameters with hooks, by name.
         data: the processes that average gradients.
         at_end: false if someone else calls ``settle`` after every backward.
     """
 
-    def __init__(self, hooked: Mapping[str, nn.Parameter], data: DataShard, *, at_end: bool = True) -> None:
-        self.parameters = list(hooked.values())
+    def __init__(self, hooked: Mapping[str, Hooked], data: DataShard, *, at_end: bool = True) -> None:
+        self.parameters = [parameter for parameter, _ in hooked.values()]
         self._data, self._at_end = data, at_end
-        self._hooks = [postpone_gradient_hooks(parameter) for parameter in self.parameters]
+        self._hooks = [postpone_gradient_hooks(parameter, hooks) for parameter, hooks in hooked.values()]
         self._own: dict[int, Tensor] = {}  # gradients of this process and this backward
         self.is_due = False
-        for number, (name, parameter) in enumerate(hooked.items()):
+        for number, (name, (parameter, _)) in enumerate(hooked.items()):
             is_trained = parameter.requires_grad
             parameter.requires_grad_(True).register_hook(partial(self._take, number, name))  # type: ignore[no-untyped-call]
             parameter.requires_grad_(is_trained)
@@ -108,10 +111,10 @@ class HooksInOrder(_AroundBackward):
         group: of the processes, which waits for a minute only.
     """
 
-    def __init__(self, hooked: Mapping[str, nn.Parameter], data: DataShard, rank: int, group: Any) -> None:
+    def __init__(self, hooked: Mapping[str, Hooked], data: DataShard, rank: int, group: Any) -> None:
         self._names, self._data, self._rank, self._group = list(hooked), data, rank, group
         self._backwards = 0
-        for number, parameter in enumerate(hooked.values()):
+        for number, (parameter, _) in enumerate(hooked.values()):
             if parameter.requires_grad:
                 call_first(parameter, partial(self._come, number))
 

@@ -30,7 +30,7 @@ from ..as_at_setup import Arranged
 from ..base import NOTHING, Strategy, kept_gradients
 from ..constructing import constructed
 from ..gathering_order import GatheringOrder, message_group
-from ..gradient_hooks import HooksAfterBackward, HooksInOrder
+from ..gradient_hooks import Hooked, HooksAfterBackward, HooksInOrder
 from ..sharded_parameters import check_apart, check_dense, check_real, make_contiguous
 from ..state import Optim
 from ..state_memory import StateMemory
@@ -365,7 +365,7 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
         self._state = EngineState(self._engine, adapter, model, fragments, frozen, frozen_groups, lags)
         return self._engine  # type: ignore[no-any-return]
 
-    def _call_hooks(self, hooked: Mapping[str, nn.Parameter], optim: Optim) -> None:
+    def _call_hooks(self, hooked: Mapping[str, Hooked], optim: Optim) -> None:
         stage, data = self.config.zero_optimization.stage, self.topology.data
         hooks: HooksAfterBackward | HooksInOrder
         if stage == 3:  # gradients are whole in backward only
