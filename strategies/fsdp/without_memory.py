@@ -105,7 +105,7 @@ class ModelWithoutMemory:
         for scalar in scalars:
             if scalar.is_meta:  # in place, because several modules may share it
                 real = nn.Parameter(torch.zeros_like(scalar, device=device), requires_grad=scalar.requires_grad)
-                real.__class__ = type(scalar)  # type: ignore[assignment]
+                real.__class__ = type(scalar)
                 vars(real).update(vars(scalar))
                 copy_gradient_hooks(scalar, real)
                 torch.utils.swap_tensors(scalar, real)  # type: ignore[no-untyped-call]
