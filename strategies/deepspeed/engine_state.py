@@ -169,12 +169,11 @@ class EngineState:
                         f"{full_key}: is {_number(value)}, that of {first} is {_number(known)}; DeepSpeed counts the "
                         "updates of a parameter group together, so these cannot share a group"
                     )
-        for name, flat in flats.items() if self._lags is not None else ():
-            count = counters.get(id(flat), {}).get("step", (name, 0))[1]
-            if lag := int(count) - int(values.get(f"{STATE}{name}.step", 0)):
-                self._lags[name] = lag
-            else:
-                self._lags.pop(name, None)
+        if self._lags is not None:
+            counts = {name: int(counters.get(id(flat), {}).get("step", (name, 0))[1]) for name, flat in flats.items()}
+            behind = {name: count - int(values.get(f"{STATE}{name}.step", 0)) for name, count in counts.items()}
+            self._lags.clear()
+            self._lags.update({name: lag for name, lag in behind.items() if lag})
         for name in [name for name in settings if name in groups]:
             groups[name].update(restored_hyper_parameters(self.adapter, groups[name], settings[name]))
         for flat in {id(fragment.flat): fragment.flat for fragment in self.fragments}.values():
