@@ -169,6 +169,13 @@ def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:
         target.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
+def keep_gradient_hooks(tensor: Tensor) -> None:
+    """Let backward call the hooks that a tensor had before ``torch.utils.swap_tensors``, which leaves them behind. 2.6, 2.15."""
+    tensor._backward_hooks = tensor._backward_hooks  # the same dicts, which handles know
+    if tensor._post_accumulate_grad_hooks is not None:
+        tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+
+
 def call_first(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> RemovableHandle:
     """Register a gradient hook that is called before those that a tensor has. 2.6, 2.15."""
     handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]

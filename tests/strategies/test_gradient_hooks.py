@@ -14,6 +14,7 @@ from flextrain import OptimWrapper
 from flextrain.core.comm import collectives as dist
 from flextrain.core.errors import StrategyError
 from flextrain.core.registry import STRATEGIES
+from flextrain.core.torch_private import keep_gradient_hooks
 from flextrain.strategies import gathering_order
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_numbers, same_tensors
@@ -293,3 +294,18 @@ def test_stage_3_refuses_that(workers2: WorkerGroup) -> None:
     for rank, (_, found) in enumerate(workers2.run(routed, EXPECTED["zero3"][0], Routed, torch.float32)):
         assert f"has a gradient hook, which needs the gradient from every process, and rank {rank} is at" in found
         assert "in backward 1" in found
+
+
+def test_hooks_stay_when_a_parameter_gets_memory() -> None:
+    parameter = nn.Parameter(torch.empty(3, device="meta"))
+    handles = [parameter.register_hook(torch.zeros_like), parameter.register_post_accumulate_grad_hook(halved)]
+    torch.utils.swap_tensors(parameter, nn.Parameter(torch.ones(3)))
+    keep_gradient_hooks(parameter)
+    found = []
+    for handle in (*handles, None):
+        parameter.grad = None
+        parameter.sum().backward()
+        found.append(float(parameter.grad.sum()))
+        if handle is not None:
+            handle.remove()
+    assert found == [0.0, 1.5, 3.0]
