@@ -17,6 +17,9 @@ from ..core.gradients import average
 from ..core.torch_private import call_first, postpone_gradient_hooks
 from ..optim.wrapper import OptimWrapper
 
+PATIENCE_S = 60.0
+"""How long a process waits at a hook of stage 3 for the others, which are in the same backward."""
+
 Hooked = tuple[nn.Parameter, Sequence[Any]]
 """A parameter that is whole on every process, with the hooks of users that it has."""
 

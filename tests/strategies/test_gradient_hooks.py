@@ -15,7 +15,7 @@ from flextrain.core.comm import collectives as dist
 from flextrain.core.errors import StrategyError
 from flextrain.core.registry import STRATEGIES
 from flextrain.core.torch_private import keep_gradient_hooks
-from flextrain.strategies import gathering_order
+from flextrain.strategies import gradient_hooks
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_numbers, same_tensors
 from flextrain.testing.loop import alone, train
@@ -251,7 +251,7 @@ class HalvedRouted(Routed):
 
 def routed(spec: dict[str, Any], made: Any, dtype: torch.dtype) -> Any:
     """In a worker: the outcomes of one device in float64 and of the strategy."""
-    gathering_order._PATIENCE_S = 3.0
+    gradient_hooks.PATIENCE_S = 3.0
     with alone():
         expected = outcome(SINGLE, tag_none, torch.float64, made)
     return expected, outcome(spec, tag_none, dtype, made)
