@@ -173,6 +173,13 @@ def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:
         target.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
+def keep_gradient_hooks(tensor: Tensor) -> None:
+    """Let backward call the hooks that a tensor had before ``torch.utils.swap_tensors``, which leaves them behind. 2.6, 2.15."""
+    tensor._backward_hooks = tensor._backward_hooks  # the same dicts, which handles know
+    if tensor._post_accumulate_grad_hooks is not None:
+        tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+
+
 def call_first(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> RemovableHandle:
     """Register a gradient hook that is called before those that a tensor has. 2.6, 2.15."""
     handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -180,6 +187,62 @@ def call_first(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> RemovableHan
     for key in [key for key in hooks if key != handle.id]:  # the same dict, which handles know
         hooks[key] = hooks.pop(key)
     return handle
+
+
+class _Postponed:
+    """A gradient hook of a user's that backward does not call; it stays where its handle finds it."""
+
+    def __init__(self, hook: Callable[[Tensor], Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, *_: Any) -> None:
+        pass
+
+
+def users_gradient_hooks(parameter: Tensor) -> list[Any]:
+    """The hooks that ``gradient_hooks`` counts. 2.6, 2.15."""
+    tables = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return [hook for table in tables for hook in (table or {}).values() if _of_users({0: hook})]
+
+
+def postpone_gradient_hooks(
+    parameter: Tensor, which: Iterable[Any]
+) -> tuple[Callable[[], list[Any]], Callable[[], list[Any]]]:
+    """Let backward pass by some of the hooks that a parameter has. 2.6, 2.15.
+
+    Args:
+        which: from ``users_gradient_hooks``; engines have hooks too.
+
+    Returns:
+        What returns those of ``register_hook`` that were not removed since, and the same for those that follow accumulation.
+    """
+    own = {id(hook) for hook in which}
+    tables = [parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}]
+    for table in tables:
+        for key, hook in table.items():
+            if id(hook) in own:
+                table[key] = _Postponed(hook)
+    before, after = (
+        lambda table=table: [one.hook for one in [*table.values()] if isinstance(one, _Postponed)] for table in tables
+    )
+    return before, after
+
+
+def resume_gradient_hooks(parameter: Tensor) -> None:
+    """Let backward call again what ``postpone_gradient_hooks`` has let it pass by. 2.6, 2.15."""
+    for table in (parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}):
+        for key, hook in table.items():
+            if isinstance(hook, _Postponed):
+                table[key] = hook.hook
+
+
+def leave_to_others(model: nn.Module, left: Iterable[nn.Parameter]) -> None:
+    """Let DistributedDataParallel take no notice of some parameters of a model. 2.6, 2.15."""
+    own = set(left)
+    names = [name for name, p in model.named_parameters(remove_duplicate=False) if p in own]
+    # torch puts the names of the model's own parameters together with a dot before them in one of two places.
+    names += [f".{name}" for name in names if "." not in name]
+    cast(Any, nn.parallel.DistributedDataParallel)._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
 def has_loading_hooks(module: nn.Module) -> bool:

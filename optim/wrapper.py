@@ -113,6 +113,7 @@ class OptimWrapper:
         self._autocast: Callable[[], AbstractContextManager[None]] | None = None
         self._model_group: ModelGroup | None = None
         self._step_pre_hooks: list[Callable[[OptimWrapper], None]] = []
+        self._backward_pre_hooks: list[Callable[[Tensor], None]] = []
         self._index, self._size, self._driven = 0, self.accumulate, False
         self._left: int | None = None  # micro-batches from the window's first on; None: no end is known
 
@@ -263,6 +264,8 @@ class OptimWrapper:
 
     def backward(self, loss: Tensor) -> None:
         """Run backward for a scalar loss that is already divided by the length of the window."""
+        for hook in self._backward_pre_hooks:
+            hook(loss)
         if self.guard is not None:
             self.guard.note(loss)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -327,6 +330,10 @@ class OptimWrapper:
     def register_step_pre_hook(self, hook: Callable[[OptimWrapper], None]) -> None:
         """Call ``hook(self)`` at the start of every update, before gradients are unscaled and clipped."""
         self._step_pre_hooks.append(hook)
+
+    def register_backward_pre_hook(self, hook: Callable[[Tensor], None]) -> None:
+        """Call ``hook(loss)`` before every backward of this wrapper."""
+        self._backward_pre_hooks.append(hook)
 
     def zero_grad(self) -> None:
         """Drop the gradients of all parameters of this optimizer."""

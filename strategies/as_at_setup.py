@@ -8,12 +8,12 @@ from itertools import chain
 from operator import is_
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..core.comm.joint_errors import raising_together
 from ..core.comm.topology import Topology
 from ..core.errors import StrategyError
-from ..core.torch_private import call_first, gradient_hooks, gradient_state, tables_of
+from ..core.torch_private import gradient_hooks, gradient_state, tables_of, users_gradient_hooks
+from .gradient_hooks import Hooked
 from .names import tied
 
 
@@ -30,48 +30,42 @@ class ParametersAsMade:
         self._made = {
             name: (parameter, tuple(shape_of(parameter)))
             for name, parameter in model.named_parameters(remove_duplicate=False)
-            if vars(parameter) or gradient_hooks(parameter) or _is_subclass(parameter)
+            if vars(parameter) or gradient_hooks(parameter) or is_subclass(parameter)
         }
-        self._hooked = {
-            id(made) for made, _ in self._made.values() if gradient_hooks(made)
-        }  # strategies have hooks too
+        found = {id(made): users_gradient_hooks(made) for made, _ in self._made.values()}  # engines have hooks too
+        self._hooked = {key: hooks for key, hooks in found.items() if hooks}
 
-    def give(self, module: nn.Module, strategy: str, topology: Topology) -> list[RemovableHandle]:
-        """Give attributes to the parameters that are there now, and hooks the gradients of whole micro-batches.
+    def give(self, module: nn.Module, strategy: str, topology: Topology) -> dict[str, Hooked]:
+        """Give attributes to the parameters that are there now; return those that have hooks, by name, with these.
 
-        A hook may read its parameter. So that of one which is another object by now is refused, and over several shards of the
-        data it gets the mean of their gradients, whatever it computes with it.
-
-        Returns:
-            Handles of the hooks that compute the means.
+        A hook may read its parameter. So that of one which is another object by now is refused.
 
         Raises:
             StrategyError: on every process, if hooks would not be called as on one device, or a class of the user's is lost.
         """
         held = dict(module.named_parameters(remove_duplicate=False))
-        if self._hooked or any(_is_subclass(made) for made, _ in self._made.values()):  # then on every process
+        if self._hooked or any(is_subclass(made) for made, _ in self._made.values()):  # then on every process
             with raising_together():
                 self._check(held, strategy, topology)
-        handles = []
         for made, own in {made: held[name] for name, (made, _) in self._made.items() if name in held}.items():
             if own is not made:
                 vars(own).update({key: value for key, value in vars(made).items() if key not in vars(own)})
-            elif topology.data.count > 1 and id(made) in self._hooked:
-                handles.append(call_first(own, lambda gradient: topology.data.mean(gradient.clone())))
-        return handles
+        hooked = {
+            held[name]: name for name, (made, _) in self._made.items() if name in held and id(made) in self._hooked
+        }
+        return {name: (parameter, self._hooked[id(parameter)]) for parameter, name in hooked.items()}
 
     def _check(self, held: Mapping[str, nn.Parameter], strategy: str, topology: Topology) -> None:
         for name, (made, shape) in self._made.items():
-            if name in held and _is_subclass(made) and type(held[name]) is not type(made):
+            if name in held and is_subclass(made) and type(held[name]) is not type(made):
                 raise StrategyError(
                     f"model.{name}: is a {type(made).__name__}, a subclass of torch.nn.Parameter, and {strategy} divides it into "
                     "plain ones; set an attribute on it instead, which stays, or choose DDPStrategy"
                 )
             if name not in held or id(made) not in self._hooked:
                 continue
-            is_whole = (
-                topology.model is None or name not in self._tied
-            )  # otherwise two processes may have it, and add up
+            # Otherwise two processes may have it, and add up; or backward runs in parts, in an order of its own.
+            is_whole = topology.model is None or (name not in self._tied and topology.data.count == 1)
             if held[name] is not made or tuple(self._shape_of(made)) != shape or not is_whole:
                 raise StrategyError(
                     f"model.{name}: has a gradient hook (register_hook, register_post_accumulate_grad_hook), and {strategy} divides the "
@@ -85,7 +79,8 @@ _INSTEAD = (
 )
 
 
-def _is_subclass(parameter: Tensor) -> bool:
+def is_subclass(parameter: Tensor) -> bool:
+    """Whether a parameter is of a class of the user's."""
     return type(parameter) is not nn.Parameter and nn.Parameter in type(parameter).__mro__
 
 

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..core.comm.agreement import description, first_difference
 from ..core.comm.model_sync import share_weights
 from ..core.comm.replica_check import ReplicaCheck
+from ..core.comm.topology import DataShard
 from ..core.errors import StrategyError
 from ..core.model import BaseModel, overrides
 from ..core.module_state import check_savable, check_sizes, check_trainable, tensor_names
@@ -24,6 +24,7 @@ from ..core.transforms import compile_in_place
 from ..optim.description import description as recipe_of
 from .as_at_setup import Arranged, AsAtSetup, ParametersAsMade
 from .config import StrategyConfig
+from .gradient_hooks import Hooked, HooksAfterBackward, Removable
 from .model_parts import spread_updates
 from .names import Names
 from .preparing import prepare
@@ -85,7 +86,7 @@ class Strategy(WholeWeights):
         self.precision = Precision()
         self._replica_check = ReplicaCheck()
         self._parameters: AsAtSetup | None = None
-        self._gradient_hooks: list[RemovableHandle] = []  # on the user's parameters; teardown removes them
+        self._gradient_hooks: list[Removable] = []  # on the user's parameters; teardown removes them
         self._puts_off_sync = True  # whether grad_sync is overridden, see setup
 
     # Setup and teardown
@@ -177,7 +178,7 @@ class Strategy(WholeWeights):
         self._names = Names(model)
         self._module = model
         self._model = self._wrap(model)
-        self._gradient_hooks += as_made.give(self.module, type(self).__name__, self.topology)
+        hooked = as_made.give(self.module, type(self).__name__, self.topology)
         if self._blueprint is not None:
             self._blueprint.follow()
         if self.config.compile:
@@ -188,6 +189,8 @@ class Strategy(WholeWeights):
                 raise StrategyError(f"{found}; every process has to be configured alike")
             if self.topology.model is not None:
                 spread_updates(optim, self.named_parameters(), self.topology, self.device)
+            if hooked and self._averaged_over().count > 1:
+                self._call_hooks(hooked, optim)
         self.optim = optim
         self._puts_off_sync = type(self).grad_sync is not Strategy.grad_sync or bool(overridden(self, "grad_sync"))
         self._check_precision()
@@ -246,6 +249,17 @@ class Strategy(WholeWeights):
     def _wrap(self, model: nn.Module) -> nn.Module:
         """Return the module to call instead of ``model``, which is on the device and equal on all processes."""
         return model
+
+    def _averaged_over(self) -> DataShard:
+        """Return the processes over which gradients are averaged, also those of parameters that the strategy leaves whole."""
+        return self.topology.data
+
+    def _call_hooks(self, hooked: Mapping[str, Hooked], optim: Optim) -> None:
+        """See to it that gradient hooks of users get means over the processes; with several of them."""
+        hooks = HooksAfterBackward(hooked, self._averaged_over())
+        for wrapper in optim.wrappers.values():
+            hooks.register(wrapper)
+        self._gradient_hooks.append(hooks)
 
     def _compile(self, model: nn.Module) -> None:
         """Compile the wrapped model in place."""

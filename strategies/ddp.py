@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, cast
 
@@ -22,7 +22,7 @@ from ..core.normalisation_layers import BATCH_NORM
 from ..core.registry import STRATEGIES
 from ..core.rehearsing import rehearsing
 from ..core.rehearsing_private import DataParallelWithoutValues
-from ..core.torch_private import check_reduced, gradient_hooks
+from ..core.torch_private import check_reduced, gradient_hooks, leave_to_others
 from ..optim.wrapper import OptimWrapper
 from .anomalous import WithoutGradient
 from .as_at_setup import Arranged
@@ -142,6 +142,7 @@ class DDPStrategy(Strategy):
     short_names = {"ddp": {}}
     config: DDPConfig
     _recorded = False
+    _reduced: Sequence[str] = ()
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         if self.topology.data.count > 1:
@@ -153,13 +154,6 @@ class DDPStrategy(Strategy):
         ):
             raise StrategyError('strategy.sync_bn: torch has it for accelerators only, leave it out on device "cpu"')
         arguments = self.config.wrapper_arguments()
-        if arguments.get("find_unused_parameters") and self.topology.data.count > 1:
-            for name, parameter in model.named_parameters():
-                if gradient_hooks(parameter):
-                    raise StrategyError(
-                        f"strategy.find_unused_parameters: True is not possible beside the gradient hook of model.{name}, which needs "
-                        "its gradient from every process; use all parameters, or change the gradient in the model's forward"
-                    )
         method = calls_itself(model)
         if method and optim is not None and self.topology.data.count > 1:
             check_dense(model, f"{type(self).__name__} with {type(model).__name__}.{method}", "define forward instead")
@@ -178,6 +172,14 @@ class DDPStrategy(Strategy):
             return model
         if calls_itself(model):
             return model
+        hooked = [parameter for parameter in model.parameters() if gradient_hooks(parameter)]
+        if hooked:  # they are averaged after backward
+            leave_to_others(model, hooked)
+        self._reduced = [n for n, p in model.named_parameters() if p.requires_grad and not gradient_hooks(p)]
+        if not self._reduced:
+            if self.config.wrapper_arguments().get("broadcast_buffers") is not False:
+                model.register_forward_pre_hook(self._share_buffers)
+            return model
         for module in model.modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
                 # torch (2.15) divides a sparse gradient in place, in memory that the gradients of other parameters may share.
@@ -194,6 +196,10 @@ class DDPStrategy(Strategy):
         elif self.config.comm_hook:
             wrapped.register_comm_hook(None, _comm_hook(self.config.comm_hook))
         return wrapped
+
+    def _share_buffers(self, model: nn.Module, args: Any) -> None:
+        if model.training and torch.is_grad_enabled():
+            self.topology.data.share([buffer.data for buffer in model.buffers()])
 
     def _device_ids(self) -> list[torch.device] | None:
         """Return this process's device in a list; None on the CPU, as DistributedDataParallel requires."""
@@ -258,7 +264,7 @@ class DDPStrategy(Strategy):
         """See Strategy."""
         text = str(error)
         if "Expected to have finished reduction in the prior iteration" in text:
-            names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+            names = self._reduced
             found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
             unused = [names[int(index)] for index in found[1].split() if int(index) < len(names)] if found else []
             which = ", ".join(unused[:8]) + (", ..." if len(unused) > 8 else "") if unused else "some parameters"

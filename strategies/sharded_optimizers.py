@@ -71,7 +71,7 @@ class ShardedOptimizers:
         None if the optimizer's state is no DTensor.
         """
         placements = self._layouts.get(id(wrapper), {}).get((parameter.ndim, key))
-        if placements is None:
+        if placements is None or not isinstance(parameter, DTensor):
             return None
         made = empty_dtensor(info.shape, dtype=info.dtype, device_mesh=self._mesh, placements=placements)
         return torch.empty_like(made, device=parameter.device)

@@ -199,8 +199,9 @@ class DeepSpeedConfig(StrategyConfig):
     bf16: Bf16 | None = None
     """Train in bfloat16."""
     unused_parameters: Literal["refuse", "zeros"] = "refuse"
-    """A trained parameter that no process uses in an update has a gradient of zeros, with which momentum and weight decay move it,
-    as on no single device: "refuse" raises before such an update, "zeros" lets it be. SGD without either is never refused."""
+    """"refuse": a trained parameter that no process uses in an update stays as it is, as on one device, or, where that cannot be, the
+    update raises: at stages 1 to 3 with state in files, an optimizer of another package, or Adam when the parameter is used again,
+    because DeepSpeed counts updates of all parameters together. "zeros": momentum and weight decay move it."""
     inputs_to_half: list[int | str] | None = None
     """Positions and names of the model's arguments that are cast to its half precision; None casts all, [] none."""
     gradient_clipping: float | int | None = pydantic.Field(None, ge=0)

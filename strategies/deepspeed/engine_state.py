@@ -30,6 +30,7 @@ class EngineState:
         fragments: this process's shards of the trainable parameters.
         originals: frozen parameters in float32 on the CPU, if the engine has them in half precision only.
         frozen_groups: the groups of frozen parameters, by name; the engine's optimizer has no frozen parameter.
+        lags: see ``UsedByNobody``; None if parameters of one flat tensor must have as many updates.
     """
 
     def __init__(
@@ -40,9 +41,10 @@ class EngineState:
         fragments: Sequence[Fragment],
         originals: Mapping[str, Tensor],
         frozen_groups: Mapping[str, dict[str, Any]],
+        lags: dict[str, int] | None = None,
     ) -> None:
         self.engine, self.module, self.fragments, self.originals = engine, module, fragments, originals
-        self._adapter = adapter
+        self._adapter, self._lags = adapter, lags
         self._frozen_groups = dict(frozen_groups)
         self._incoming: dict[tuple[int, str], Tensor] = {}
         self._files = swapping.IncomingState(engine)
@@ -84,7 +86,10 @@ class EngineState:
         found: dict[str, Any] = {}
         optimizer = self.optimizer
         for fragment in self.fragments:
-            for key, value in self.adapter.state_of(fragment.flat).items():
+            state, lag = self.adapter.state_of(fragment.flat), (self._lags or {}).get(fragment.name, 0)
+            if lag and "step" in state:  # as on one device, where nobody's first update makes state
+                state = {**state, "step": state["step"] - lag} if int(state["step"]) > lag else {}
+            for key, value in state.items():
                 one_each = isinstance(value, Tensor) and value.shape == fragment.flat.shape and key not in _COUNTERS
                 if isinstance(value, Tensor) and not one_each and value.numel() > 1:
                     raise CheckpointError(
@@ -157,11 +162,18 @@ class EngineState:
             elif prefix == STATE and name in flats and (id(flats[name]), key) not in self._incoming:
                 kept = counters.setdefault(id(flats[name]), {})
                 first, known = kept.setdefault(key, (name, value))
-                if known != value:
+                if known != value and key == "step" and self._lags is not None:
+                    kept[key] = (first, max(known, value))
+                elif known != value:
                     raise CheckpointError(
                         f"{full_key}: is {_number(value)}, that of {first} is {_number(known)}; DeepSpeed counts the "
                         "updates of a parameter group together, so these cannot share a group"
                     )
+        if self._lags is not None:
+            counts = {name: int(counters.get(id(flat), {}).get("step", (name, 0))[1]) for name, flat in flats.items()}
+            behind = {name: count - int(values.get(f"{STATE}{name}.step", 0)) for name, count in counts.items()}
+            self._lags.clear()
+            self._lags.update({name: lag for name, lag in behind.items() if lag})
         for name in [name for name in settings if name in groups]:
             groups[name].update(restored_hyper_parameters(self.adapter, groups[name], settings[name]))
         for flat in {id(fragment.flat): fragment.flat for fragment in self.fragments}.values():

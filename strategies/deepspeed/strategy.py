@@ -25,10 +25,12 @@ from ...core.registry import STRATEGIES
 from ...core.torch_private import hooks_after_accumulating
 from ...core.transforms import compile_in_place
 from ...optim.canonical import split_key
+from .. import gradient_hooks
 from ..as_at_setup import Arranged
 from ..base import NOTHING, Strategy, kept_gradients
 from ..constructing import constructed
 from ..gathering_order import GatheringOrder, message_group
+from ..gradient_hooks import Hooked, HooksAfterBackward, HooksInOrder
 from ..sharded_parameters import check_apart, check_dense, check_real, make_contiguous
 from ..state import Optim
 from ..state_memory import StateMemory
@@ -78,8 +80,7 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
     values given in both must be equal. In half precision the whole model is cast, unlike under autocast, which chooses
     for each operation; its outputs are float32. Running statistics of batch normalisation stay float32.
 
-    A parameter that no micro-batch of an update uses has a gradient of zeros: momentum and weight decay would move it, while
-    torch's optimizers on one device leave it unchanged; see ``unused_parameters``. At stages 0 to 2 processes may use different parameters in a
+    A parameter that no process uses in an update stays as it is, as on one device; see ``unused_parameters``. At stages 0 to 2 processes may use different parameters in a
     micro-batch. At stage 3, which gathers parameters layer by layer, that raises, except inside of a ``leaf_module``.
 
     One process without launcher has world size 1.
@@ -113,6 +114,7 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
         self._wrapper: DeepSpeedOptimWrapper | None = None
         self._engine: Any = None
         self._state: EngineState | None = None
+        self._nobody: UsedByNobody | None = None
         self._set_local_rank = False
         self._files = SwapFiles(self.config)
         self._tells_looks = self._has_memory = False  # while a model is constructed: without memory, and with it
@@ -276,10 +278,14 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
                     f"model.{name}: has no elements, which DeepSpeed cannot gather at stage 3; leave it out, or choose stage 1 or 2"
                 )
         for name, parameter in model.named_parameters() if optim is not None else ():
-            if hooks_after_accumulating(parameter) and self.config.zero_optimization.stage:
+            if (
+                hooks_after_accumulating(parameter)
+                and stage
+                and (stage > 1 or self._request.dtype is not torch.float32)
+            ):
                 raise StrategyError(
                     f"model.{name}: has a hook from register_post_accumulate_grad_hook, which ZeRO calls when it has taken the gradient "
-                    "already; give strategy.zero_optimization.stage=0, or register_hook in its place"
+                    "already; give strategy.zero_optimization.stage=0, or 1 in float32, or register_hook in its place"
                 )
             if self._request.dtype is torch.float32 is not parameter.dtype and parameter.requires_grad:
                 kind = str(parameter.dtype).removeprefix("torch.")
@@ -314,8 +320,8 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
                 frozen_groups = self._build_optimizer(self._wrapper, model, stage)
             optimizer = self._wrapper.optimizer
             if self.config.unused_parameters == "refuse":
-                used = UsedByNobody(model.named_parameters(), self._wrapper, self.topology.data, self.device)
-                self._gradient_hooks += used.handles
+                self._nobody = UsedByNobody(model.named_parameters(), self._wrapper, self.topology.data, self.device)
+                self._gradient_hooks += self._nobody.handles
         elif stage < 3:
             stage = 0  # without an optimizer there is no state to shard
         originals: dict[str, Tensor] = {}
@@ -349,13 +355,31 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
         if self._checkpointing:
             _deepspeed().checkpointing.configure(None, deepspeed_config=keys)
         fragments = self._adopt(model, stage, originals) if self._wrapper else []
+        if self._nobody is not None:
+            in_files = swapping.has_files(self._engine)
+            self._nobody.bind(engine_internals.inner_optimizer(self._engine), fragments, in_files=in_files)
         swapping.discard(replaced)
         trained = {fragment.name for fragment in fragments}
         others = [name for name in originals if name not in trained]
         frozen = {name: own_shard_of_original(model, name, originals[name]) for name in others}
         adapter = self._wrapper.adapter if self._wrapper else None
-        self._state = EngineState(self._engine, adapter, model, fragments, frozen, frozen_groups)
+        lags = None if self._nobody is None else self._nobody.lags
+        self._state = EngineState(self._engine, adapter, model, fragments, frozen, frozen_groups, lags)
         return self._engine  # type: ignore[no-any-return]
+
+    def _call_hooks(self, hooked: Mapping[str, Hooked], optim: Optim) -> None:
+        stage, data = self.config.zero_optimization.stage, self.topology.data
+        hooks: HooksAfterBackward | HooksInOrder
+        if stage == 3:  # gradients are whole in backward only
+            group = message_group(data, gradient_hooks.PATIENCE_S)
+            hooks = HooksInOrder(hooked, data, self.topology.rank, group)
+        else:
+            hooks = HooksAfterBackward(hooked, data, at_end=stage < 2)
+        assert self._wrapper is not None
+        hooks.register(self._wrapper)
+        self._gradient_hooks.append(hooks)
+        if stage == 2 and isinstance(hooks, HooksAfterBackward):
+            self._wrapper.send_last(hooks)
 
     def _build_optimizer(
         self, wrapper: DeepSpeedOptimWrapper, model: nn.Module, stage: int
@@ -419,7 +443,7 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
             swapping.free_buffers(self.module.parameters())
         self._files.remove()
         began = self._spec is not None
-        self._engine = self._state = self._wrapper = None
+        self._engine = self._state = self._wrapper = self._nobody = None
         super().teardown()
         if began:
             engine_internals.forget_process_groups()

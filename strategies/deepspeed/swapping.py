@@ -53,6 +53,11 @@ def _swapper(engine: Any) -> Any | None:
     return getattr(engine.optimizer, "optimizer_swapper", None)
 
 
+def has_files(engine: Any) -> bool:
+    """Return whether the optimizer's state is in files."""
+    return _swapper(engine) is not None
+
+
 @contextlib.contextmanager
 def mapped(engine: Any) -> Iterator[None]:
     """Inside, swapped masters and their optimizer state have values, which are mapped from the files.

@@ -13,13 +13,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...core.comm import collectives as dist
 from ...core.comm.topology import DataShard
 from ...core.errors import StrategyError
 from ...optim.wrapper import OptimWrapper
+from ..gradient_hooks import HooksAfterBackward
 from . import swapping
+from .engine_internals import Fragment
 
 
 class BeforeUpdate(Protocol):
@@ -73,13 +76,19 @@ class _Used:
 
 
 class UsedByNobody(_Used):
-    """Refuses updates that would move a parameter which no process has used; on one device it stays as it is.
+    """Lets an update leave alone the parameters that no process has used, as on one device; refuses those of which it cannot.
+
+    Where the engine flattens parameters, their weights and state are put back as soon as the optimizer has stepped. They share a
+    count of updates, so that one which an optimizer counts for may not be used again.
 
     Args:
         named: the model's parameters by name.
         wrapper: the wrapper whose updates are checked, with a built optimizer.
         data: the processes that train.
         device: on which they agree.
+
+    Attributes:
+        lags: by how many updates the state of a parameter is behind the count that it shares; those that are not have none.
     """
 
     def __init__(
@@ -91,19 +100,83 @@ class UsedByNobody(_Used):
         own = [(name, parameter) for name, parameter in named if parameter.requires_grad and id(parameter) in moved]
         super().__init__(own, data, device)
         self._updates = 0
+        self.lags: dict[str, int] = {}
+        self._fragments: dict[str, Fragment] = {}
+        self._nobody: list[str] = []
+        self._before: list[tuple[Fragment, Tensor, dict[str, Tensor]]] = []
+        self._optimizer: Optimizer | None = None
         if own:
             wrapper.register_step_pre_hook(self._check)
+
+    def bind(self, optimizer: Optimizer, fragments: Iterable[Fragment], *, in_files: bool) -> None:
+        """Watch the steps of the engine's optimizer.
+
+        Args:
+            in_files: its state is in files.
+        """
+        self._optimizer, self._fragments = optimizer, {fragment.name: fragment for fragment in fragments}
+        self._is_known = type(optimizer).__name__ in _STATE_FROM_ZERO and not in_files
+        optimizer.register_step_pre_hook(self._keep)
+        optimizer.register_step_post_hook(self._put_back)
 
     def _check(self, wrapper: OptimWrapper) -> None:
         self._updates += 1
         idle, ends = self._agree()
         # Read only where something was not used: where all was, no process waits for the device.
-        if idle and (nobody := [self._names[number] for number in (ends[0] == 0).nonzero().flatten().tolist()]):
+        self._nobody = [self._names[number] for number in (ends[0] == 0).nonzero().flatten().tolist()] if idle else []
+        kind, nobody = type(wrapper.optimizer).__name__, set(self._nobody)
+        if again := [name for name in self._names if name in self.lags and name not in nobody and self._counts(name)]:
             raise StrategyError(
-                f"model.{nobody[0]}: no process has used it in update {self._updates} since the start"
-                f"{f', nor {len(nobody) - 1} others' if nobody[1:] else ''}, and DeepSpeed would move it all the same, by momentum or "
-                'weight decay; freeze it, choose strategy="fsdp", or give strategy.unused_parameters="zeros"'
+                f"model.{again[0]}: is used in update {self._updates} since the start, after {self.lags[again[0]]} updates in which no "
+                f"process used it, and DeepSpeed counts the updates of all parameters together for {kind}; choose SGD, "
+                'strategy="fsdp", or give strategy.unused_parameters="zeros"'
             )
+        if stuck := [name for name in self._nobody if self._fragments[name].offset is not None and not self._is_known]:
+            raise StrategyError(
+                f"model.{stuck[0]}: no process has used it in update {self._updates} since the start"
+                f"{f', nor {len(stuck) - 1} others' if stuck[1:] else ''}, and DeepSpeed would move it all the same, by momentum or "
+                f'weight decay of {kind}; freeze it, choose AdamW in memory, strategy="fsdp", or give '
+                'strategy.unused_parameters="zeros"'
+            )
+
+    def _counts(self, name: str) -> bool:
+        assert self._optimizer is not None
+        group = self._optimizer.param_groups[self._fragments[name].group]
+        return type(self._optimizer).__name__ not in _WITHOUT_COUNT or bool(group.get("dampening"))
+
+    def _keep(self, optimizer: Optimizer, *_: Any) -> None:
+        flats = {id(flat) for group in optimizer.param_groups for flat in group["params"]}
+        for fragment in (self._fragments[name] for name in self._nobody):
+            if fragment.offset is None:
+                fragment.flat.grad = None
+            elif id(fragment.flat) in flats:
+                state = {key: _cut(fragment, value).clone() for key, value in _each(optimizer, fragment)}
+                self._before.append((fragment, _cut(fragment, fragment.flat).clone(), state))
+
+    def _put_back(self, optimizer: Optimizer, *_: Any) -> None:
+        for fragment, weights, state in self._before:
+            _cut(fragment, fragment.flat).copy_(weights)
+            for key, value in _each(optimizer, fragment):
+                own = _cut(fragment, value)
+                own.copy_(state[key]) if key in state else own.zero_()
+            self.lags[fragment.name] = self.lags.get(fragment.name, 0) + 1
+        self._before.clear()
+
+
+_WITHOUT_COUNT = frozenset({"SGD", "RMSprop", "Adadelta", "Lion", "FusedLion", "DeepSpeedCPULion"})
+_STATE_FROM_ZERO = _WITHOUT_COUNT | {"Adam", "AdamW", "RAdam", "Adamax", "FusedAdam", "DeepSpeedCPUAdam"}
+"""Optimizers, those of torch and of DeepSpeed, whose state begins with zeros; and those of them that do not count updates."""
+
+
+def _cut(fragment: Fragment, tensor: Tensor) -> Tensor:
+    assert fragment.offset is not None
+    return tensor.detach().narrow(0, fragment.offset, fragment.numel)
+
+
+def _each(optimizer: Optimizer, fragment: Fragment) -> list[tuple[str, Tensor]]:
+    """Return the state that an optimizer keeps element by element."""
+    kept = optimizer.state.get(fragment.flat, {})
+    return [(k, v) for k, v in kept.items() if isinstance(v, Tensor) and v.ndim and v.shape == fragment.flat.shape]
 
 
 class UsedAlike(_Used):
@@ -196,6 +269,8 @@ class _SameOrder:
         self._came: list[int] | None = []  # in the first backward
         self._waiting: set[int] = set()
         self._at = 0  # position in the order of the first that was not sent
+        self._hooks: HooksAfterBackward | None = None
+        self._last: list[int] = []
         if optimizer.partition_gradients:
             self._send, self._finish = (
                 optimizer.process_gradients,
@@ -210,8 +285,17 @@ class _SameOrder:
     def before(self) -> None:
         """Nothing, because every parameter has a gradient."""
 
+    def send_last(self, hooks: HooksAfterBackward) -> None:
+        """Send parameters with gradient hooks at the end of each backward, when these were called; at stage 2."""
+        own = {id(parameter) for parameter in hooks.parameters}
+        self._last = [n for n in self._order if id(self._parameters[n][0]) in own]
+        self._order = [n for n in self._order if n not in self._last]
+        self._hooks = hooks
+
     def _come(self, parameter: Any, group: int) -> None:
         number = self._number[id(parameter)]
+        if number in self._last:
+            return
         if self._came is not None:
             self._came.append(number)
         self._waiting.add(number)
@@ -224,7 +308,8 @@ class _SameOrder:
             self._at += 1
 
     def _send_rest(self) -> None:
-        if self._at or self._waiting:  # also called at the end of a window, where nothing is left
+        is_due = self._hooks is not None and self._hooks.is_due
+        if self._at or self._waiting or is_due:  # also called at the end of a window, where nothing is left
             for number in self._order[self._at :]:
                 if number not in self._waiting:
                     self._give_zeros(self._parameters[number][0])
@@ -232,6 +317,12 @@ class _SameOrder:
             self._send_waiting()
             self._waiting.clear()
             self._at = 0
+        if self._hooks is not None and is_due:
+            self._hooks.settle()
+            for number in self._last:
+                if self._parameters[number][0].grad is None:
+                    self._give_zeros(self._parameters[number][0])
+                self._send(*self._parameters[number])
         self._finish()
         if self._came:
             came = dist.broadcast_object(self._came)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from ...core.registry import OPTIM_WRAPPERS
 from ...optim.param_groups import make_for, make_groups
 from ...optim.torch_format import in_strategy
 from ...optim.wrapper import ClipGrad, OptimWrapper, StepInfo
+from ..gradient_hooks import HooksAfterBackward
 from . import engine_internals
 from .engine_internals import Fragment
 from .updates import BeforeUpdate, before_update
@@ -95,6 +96,10 @@ class DeepSpeedOptimWrapper(OptimWrapper):
             # The engine reduces gradients in step(), so they cannot be clipped before it calls the optimizer.
             self._optimizer.register_step_pre_hook(self._clip_before_update)
 
+    def send_last(self, hooks: HooksAfterBackward) -> None:
+        """At stage 2: let the engine send parameters with gradient hooks when these were called."""
+        cast(Any, self._update).send_last(hooks)
+
     def clip_by(self, max_norm: float) -> None:
         """Clip gradients by their total norm."""
         self.clip_grad = ClipGrad(max_norm=max_norm)
@@ -107,6 +112,8 @@ class DeepSpeedOptimWrapper(OptimWrapper):
 
     def backward(self, loss: Tensor) -> None:
         """See OptimWrapper; the engine scales the loss and skips updates that are not finite."""
+        for hook in self._backward_pre_hooks:
+            hook(loss)
         if self.guard is not None:
             loss = loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
         self._engine.backward(loss)

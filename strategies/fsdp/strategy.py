@@ -26,10 +26,11 @@ from ...core.normalisation_layers import running_statistics
 from ...core.precision import PrecisionReport
 from ...core.registry import STRATEGIES
 from ...core.rehearsing import rehearsing, with_values
+from ...core.torch_private import gradient_hooks
 from ...core.transforms import compile_in_place
 from ...core.trees import tree_map_only
 from ...optim.wrapper import OptimWrapper
-from ..as_at_setup import Arranged
+from ..as_at_setup import Arranged, is_subclass
 from ..base import NOTHING, Strategy, kept_gradients
 from ..gathering_order import message_group
 from ..requirements import ANY_DEVICE, Needs
@@ -70,7 +71,7 @@ class FSDPStrategy(Strategy):
         super().__init__(**options)
         self._without_memory = ModelWithoutMemory(keep_zeros=self.config.skip_init_weights)
         self._units: list[nn.Module] = []
-        self._scalars: set[nn.Parameter] = set()  # have nothing to shard; whole in every process
+        self._whole: set[nn.Parameter] = set()  # on every process, with nothing to shard or as users made them
         self._roots: list[FSDPModule] = []
         self._unsettled: list[FSDPModule] = []  # roots that may not have computed yet
         self._sharded: ShardedOptimizers | None = None
@@ -133,20 +134,15 @@ class FSDPStrategy(Strategy):
             self._sharded.check(wrapper)
             if self._used is not None:
                 self._used.register(wrapper)
-            own = [p for group in wrapper.param_groups for p in group["params"] if not has_shards(p)]
+            own = [p for group in wrapper.param_groups for p in group["params"] if p in self._whole]
             if own:
                 data = self._averaged_over()
                 wrapper.register_step_pre_hook(lambda _, scalars=own, data=data: average(scalars, data))  # type: ignore[misc]
         return called, optim
 
     def _arranged(self) -> Arranged:
-        return Arranged(
-            hooked="which FSDP never calls; change the gradient in the model's forward" if self._roots else ""
-        )
-
-    def _averaged_over(self) -> DataShard:
-        """Return the processes over which gradients are averaged, also those that FSDP does not shard."""
-        return self.topology.data
+        advice = "register it before the runner gets the model, or change the gradient in the model's forward"
+        return Arranged(hooked=f"which FSDP never calls; {advice}" if self._roots else "")
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         check_real(model, "FSDPStrategy")
@@ -166,12 +162,19 @@ class FSDPStrategy(Strategy):
             raise StrategyError(
                 f'strategy.device: torch {torch.__version__} shards on accelerators only, "cpu" needs torch 2.7'
             )
-        self._scalars = {parameter for parameter in model.parameters() if not has_shards(parameter)}
-        if self._scalars and "ignored_params" not in inspect.signature(fully_shard).parameters:
-            name = next(name for name, parameter in model.named_parameters() if not has_shards(parameter))
+        self._whole = _left_whole(model)
+        if self._whole and "ignored_params" not in inspect.signature(fully_shard).parameters:
+            name = next(name for name, parameter in model.named_parameters() if parameter in self._whole)
             raise StrategyError(
-                f"model.{name}: has no dimension or no elements, which FSDP needs torch 2.7 for; give it one of size 1"
+                f"model.{name}: has no dimension, no elements, a gradient hook or a class of its own, which FSDP needs torch 2.7 for; "
+                "give it one of size 1, or choose DDPStrategy"
             )
+        for name, parameter in model.named_parameters() if self.config.own_dtype not in (None, torch.float32) else ():
+            if parameter in self._whole and has_shards(parameter):
+                raise StrategyError(
+                    f"model.{name}: has {'a gradient hook' if gradient_hooks(parameter) else 'a class of its own'}, so that every process "
+                    "keeps it as it is, and strategy.mixed_precision computes in another dtype; give AmpOptimWrapper in its place"
+                )
         if self.config.offloads and self.device.type == "cpu":
             raise StrategyError('strategy.cpu_offload: everything is in the host\'s memory already on device "cpu"')
         if self.config.skip_init_weights and not (rehearsing() or any(p.is_meta for p in model.parameters())):
@@ -186,7 +189,7 @@ class FSDPStrategy(Strategy):
         """See Strategy; an instance's parameters get rank 0's values, and move to the device when they are sharded."""
         make_contiguous(model)
         share_weights(model)
-        for scalar in self._scalars:
+        for scalar in self._whole:
             if not scalar.is_meta:
                 scalar.data = scalar.data.to(self.device)
         for module in model.modules():
@@ -198,9 +201,7 @@ class FSDPStrategy(Strategy):
     def _wrap(self, model: nn.Module) -> nn.Module:
         mesh, reshard, others = self._mesh(), self.config.reshards, self._other_meshes()
         self._sharded = ShardedOptimizers(mesh)
-        self._scalars = {
-            parameter for parameter in model.parameters() if not has_shards(parameter)
-        }  # may be others by now
+        self._whole = _left_whole(model)  # may be others by now
         roots = choose_roots(model)
         chosen = self._choose_units(model)
         self._units = [*others, *(unit for unit in chosen if unit not in (*roots, *others) and unit is not model)]
@@ -208,16 +209,23 @@ class FSDPStrategy(Strategy):
             return self._unsharded(model)
         for unit in (*self._units, *roots):
             check_one_dtype(unit)
+            if unit in others and any(
+                parameter in self._whole and has_shards(parameter) for parameter in unit.parameters()
+            ):
+                raise StrategyError(
+                    f"model: {type(unit).__name__} has a parameter with a gradient hook or a class of its own, and processes have "
+                    "different ones; leave these out, or choose DDPStrategy"
+                )
             options = self._options(outermost=unit in roots)
-            if any(parameter in self._scalars for parameter in unit.parameters()):
-                options["ignored_params"] = self._scalars
+            if any(parameter in self._whole for parameter in unit.parameters()):
+                options["ignored_params"] = self._whole
             over = others.get(unit, mesh)
             after = freed_after_forward(reshard, over.size(-1), is_root=unit in roots, is_own_mesh=unit in others)
             with chunks_on_demand():
                 fully_shard(unit, mesh=over, reshard_after_forward=after, **options)
         self._roots = [cast(FSDPModule, root) for root in roots]
         self._unsettled = list(self._roots)
-        self._without_memory.materialize(model, self._scalars, self.device, on_host=self.config.offloads)
+        self._without_memory.materialize(model, self._whole, self.device, on_host=self.config.offloads)
         names = {id(module): name for name, module in model.named_modules()}
         for unit in (*self._units, *roots):
             settle_unit(unit)
@@ -229,7 +237,7 @@ class FSDPStrategy(Strategy):
         if self.config.prefetch is not None:
             prefetch(self.module, self._units, self.config.prefetch)
         self._log_units()
-        self._gradient_hooks += settle_gradients(self._scalars)
+        self._gradient_hooks += settle_gradients(self._whole)
         for root in roots:
             root.register_forward_hook(self._leave_root, always_call=True)
             if running_statistics(root) and self.topology.data.count > 1:
@@ -260,7 +268,7 @@ class FSDPStrategy(Strategy):
 
     def _unsharded(self, model: nn.Module) -> nn.Module:
         """Return a model whose parameters stay as they are: each of them is on one process, or divided already."""
-        self._without_memory.materialize(model, self._scalars, self.device, on_host=False)
+        self._without_memory.materialize(model, self._whole, self.device, on_host=False)
         if not rehearsing():
             model.to(self.device)
         self._gradient_hooks += settle_gradients(model.parameters())
@@ -306,6 +314,11 @@ class FSDPStrategy(Strategy):
 
     def _log_units(self) -> None:
         units = (*reversed(self._units), *(cast(nn.Module, root) for root in self._roots))
+        if kept := [name for name, p in self.module.named_parameters() if p in self._whole and has_shards(p)]:
+            _logger.warning(
+                f"model.{kept[0]}{f' and {len(kept) - 1} more' if kept[1:] else ''}: with a gradient hook or a class of its own, every "
+                "process keeps the whole of it, with its optimizer state"
+            )
         _logger.info(f"FSDP units with their parameters: {described(units)}")
         if self.precision.autocast:
             _logger.info(
@@ -446,6 +459,14 @@ class FSDPStrategy(Strategy):
         """See Strategy."""
         super().teardown()
         self._units, self._roots, self._unsettled, self._used = [], [], [], None
+
+
+def _left_whole(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that are not sharded: without elements or dimensions, or such as only users know.
+
+    A gradient hook needs the whole gradient, and may read or write its parameter; so may what looks at the class of one.
+    """
+    return {p for p in model.parameters() if not has_shards(p) or gradient_hooks(p) or is_subclass(p)}
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:

@@ -15,7 +15,7 @@ from ...core.deferred import DeferredInit, Destination, LooksAtValues
 from ...core.dtensor_chunks import fill, full_tensor
 from ...core.errors import StrategyError
 from ...core.random_state import drawing_from
-from ...core.torch_private import apply_to_tensors, storage_key
+from ...core.torch_private import apply_to_tensors, keep_gradient_hooks, storage_key
 from ..constructing import constructed
 
 
@@ -105,7 +105,10 @@ class ModelWithoutMemory:
         for scalar in scalars:
             if scalar.is_meta:  # in place, because several modules may share it
                 real = nn.Parameter(torch.zeros_like(scalar, device=device), requires_grad=scalar.requires_grad)
+                real.__class__ = type(scalar)
+                vars(real).update(vars(scalar))
                 torch.utils.swap_tensors(scalar, real)  # type: ignore[no-untyped-call]
+                keep_gradient_hooks(scalar)
         home = torch.device("cpu") if on_host else device
         # Buffers have their memory already.
         apply_to_tensors(model, lambda t: torch.zeros_like(t, device=home) if t.is_meta else t)

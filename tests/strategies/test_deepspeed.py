@@ -292,7 +292,7 @@ def test_asking_for_the_state_changes_nothing(workers2: WorkerGroup, stage: int)
     workers2.run(asking_changes_nothing, stage)
 
 
-def counters_that_differ(path: Path) -> None:
+def counters_that_differ(path: Path, unused: str) -> None:
     optim = dict(type="Adam", lr=0.01)
     is_first = os.environ["RANK"] == "0"
     with single_device(OptimWrapper(optim), Mlp) as single:
@@ -301,8 +301,11 @@ def counters_that_differ(path: Path) -> None:
         single.optim.optimizer.state[weight]["step"] += 1
         if is_first:
             save(single, path)
-    with started(zero(2), OptimWrapper(optim), Mlp) as session:
+    with started(zero(2) | dict(unused_parameters=unused), OptimWrapper(optim), Mlp) as session:
         load(session, path)
+        saved = whole_state(session.strategy)
+        assert saved["optim.state.layers.0.weight.step"] == saved["optim.state.layers.0.bias.step"] + 1
+        run(session, one_each(data(Mlp, 2)))
 
 
 @pytest.mark.distributed
@@ -310,8 +313,11 @@ def test_parameters_that_were_updated_differently_often_cannot_share_a_group(
     workers2: WorkerGroup, tmp_path: Path
 ) -> None:
     with pytest.raises(Exception, match="cannot share a group") as caught:
-        workers2.run(counters_that_differ, tmp_path / "c")
+        workers2.run(counters_that_differ, tmp_path / "c", "zeros")
     assert isinstance(caught.value.__cause__, CheckpointError)
+    with pytest.raises(Exception, match="after 1 updates in which no process used it") as caught:
+        workers2.run(counters_that_differ, tmp_path / "d", "refuse")
+    assert isinstance(caught.value.__cause__, StrategyError)
 
 
 # One process

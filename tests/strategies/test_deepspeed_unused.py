@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from flextrain.core.errors import StrategyError
 from flextrain.optim import AmpOptimWrapper, OptimWrapper
+from flextrain.optim.canonical import STATE, split_key
 from flextrain.strategies import DeepSpeedStrategy
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import relative_difference
-from flextrain.testing.loop import train, windows
+from flextrain.testing.loop import windows
 from flextrain.testing.models import SmallModel
 from flextrain.testing.sessions import run, single_device, started
 
@@ -153,26 +154,46 @@ def test_gradients_of_a_skipped_update_are_gone(workers2: WorkerGroup, stage: in
             assert moved > 1e-4
 
 
-def refusal(stage: int, optimizer: dict[str, Any]) -> tuple[str, int]:
-    """What is said of a layer that no process uses in the first update, and the updates made before."""
-    wrapper = OptimWrapper(optimizer)
-    done: list[int] = []
+class Never(Sometimes):
+    """Nobody ever uses the second layer."""
+
+    patterns = (Sometimes.patterns[0][:2] * 6, (0,) * 12)
+
+
+def left_alone(stage: int, optimizer: dict[str, Any], model: type[Sometimes]) -> tuple[float | str, list[str]]:
+    """In a worker: the difference from one device, or what was raised; and for which parameters there is state."""
     spec = zero(stage) | dict(unused_parameters="refuse")
-    with started(spec, wrapper, Sometimes) as session:
+    batches = windows([Sometimes.sample(8, seed=i) for i in range(12)], 2)
+    with single_device(OptimWrapper(optimizer), model) as session:
+        expected = run(session, batches).weights[-1]
+    with started(spec, OptimWrapper(optimizer), model) as session:
         try:
-            batches = windows([Sometimes.sample(8, seed=i) for i in range(6)], 1)
-            train(session.strategy, session.model, session.optim, batches, after_update=lambda: done.append(1))
+            found = run(session, batches).weights[-1]
         except StrategyError as error:
-            return str(error), len(done)
-    return "", len(done)
+            return str(error), []
+        kept = {split_key(key)[1] for key in session.strategy.state_dict() if key.startswith(STATE)}
+        return max(relative_difference(found[key], value) for key, value in expected.items()), sorted(kept)
+
+
+ADAM = dict(type="AdamW", lr=3e-3, weight_decay=0.1)
+MOMENTUM = dict(type="SGD", lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
 @pytest.mark.parametrize(
-    "stage", [0, 2, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)]
+    "stage", [pytest.param(0, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full), 2, 3]
 )
-def test_an_update_that_would_move_what_nobody_uses_is_refused(workers2: WorkerGroup, stage: int) -> None:
-    for optimizer in (dict(type="AdamW", lr=1e-3), dict(type="SGD", lr=0.1, momentum=0.9)):
-        for message, done in workers2.run(refusal, stage, optimizer):
-            assert "model.sometimes.1.weight: no process has used it in update 1" in message
-            assert done == 0
-    assert {message for message, _ in workers2.run(refusal, stage, dict(type="SGD", lr=0.1))} == {""}
+def test_what_nobody_uses_stays_as_it_is(workers2: WorkerGroup, stage: int) -> None:
+    for optimizer, model in ((MOMENTUM, Sometimes), (ADAM, Never)):
+        for difference, kept in workers2.run(left_alone, stage, optimizer, model):
+            assert isinstance(difference, float), difference
+            assert difference < 1e-5
+            assert ("sometimes.1.weight" in kept) == (model is Sometimes)
+            assert "sometimes.0.weight" in kept
+    for difference, _ in workers2.run(left_alone, stage, ADAM, Sometimes):
+        if stage:  # which counts the updates of all parameters together
+            assert "model.sometimes.0.weight: is used in update 4 since the start, after 1 updates" in str(difference)
+        else:
+            assert isinstance(difference, float), difference
+            assert difference < 1e-5
+    for difference, _ in workers2.run(left_alone, stage, dict(type="NAdam", lr=1e-3), Never) if stage else ():
+        assert "model.sometimes.1.weight: no process has used it in update 1 since the start" in str(difference)

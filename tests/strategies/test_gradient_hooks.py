@@ -14,6 +14,8 @@ from flextrain import OptimWrapper
 from flextrain.core.comm import collectives as dist
 from flextrain.core.errors import StrategyError
 from flextrain.core.registry import STRATEGIES
+from flextrain.core.torch_private import keep_gradient_hooks
+from flextrain.strategies import gradient_hooks
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_numbers, same_tensors
 from flextrain.testing.loop import alone, train
@@ -42,11 +44,12 @@ def clamp(model: Any) -> None:
     model.blocks[0][0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
 
 
-def halve(model: Any) -> None:
-    def hook(parameter: Any) -> None:
-        parameter.grad = parameter.grad * 0.5
+def halved(parameter: Any) -> None:
+    parameter.grad = parameter.grad * 0.5
 
-    model.head.bias.register_post_accumulate_grad_hook(hook)
+
+def halve(model: Any) -> None:
+    model.head.bias.register_post_accumulate_grad_hook(halved)
 
 
 def mark(model: Any) -> None:
@@ -92,12 +95,15 @@ DIVIDED = {
 }
 CHANGED = {replace_later: REPLACED, tie_later: TIED}
 SINGLE: dict[str, Any] = dict(type="SingleDeviceStrategy")
-ZERO = {halve: AFTER, hook_later: LATE, freeze_later: FROZEN, **CHANGED}
+ZERO = {hook_later: LATE, freeze_later: FROZEN, **CHANGED}
 EXPECTED: dict[str, tuple[dict[str, Any], dict[Any, str]]] = {
     "ddp": (dict(type="DDPStrategy"), {hook_later: LATE, freeze_later: FROZEN, **CHANGED}),
-    "fsdp": (dict(type="FSDPStrategy", wrap=["Sequential"]), {**DIVIDED, hook_later: LATE, **CHANGED}),
+    "fsdp": (dict(type="FSDPStrategy", wrap=["Sequential"]), {hook_later: LATE, **CHANGED}),
     **{
-        f"zero{stage}": (dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=stage)), ZERO)
+        f"zero{stage}": (
+            dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=stage)),
+            ZERO | ({halve: AFTER} if stage > 1 else {}),
+        )
         for stage in (1, 2, 3)
     },
     "tp2": (dict(type="MeshStrategy", tp=2, plan={"blocks.*.0": "colwise_gather_output"}), {**DIVIDED, **CHANGED}),
@@ -106,7 +112,9 @@ FULL = pytest.mark.full
 ZEROS = [pytest.param(f"zero{stage}", marks=[pytest.mark.deepspeed, *([FULL] * (stage != 3))]) for stage in (1, 2, 3)]
 
 
-def outcome(spec: dict[str, Any], change: Callable[[Any], None], dtype: torch.dtype) -> Any:
+def outcome(
+    spec: dict[str, Any], change: Callable[[Any], None], dtype: torch.dtype, made: Callable[[], nn.Module] = Net
+) -> Any:
     """In a worker: losses, weights and the attribute after three updates of two micro-batches, or what was raised."""
     strategy: Any = STRATEGIES.build({"device": "cpu", **spec}, "strategy")
     generator = torch.Generator().manual_seed(1)
@@ -114,7 +122,7 @@ def outcome(spec: dict[str, Any], change: Callable[[Any], None], dtype: torch.dt
         {name: torch.randn(8, n, generator=generator).to(dtype) for name, n in (("x", 4), ("y", 2))} for _ in "six"
     ]
     torch.manual_seed(0)
-    model = Net().to(dtype)
+    model = made().to(dtype)
     try:
         strategy.setup_environment()
         if change in BEFORE:
@@ -207,3 +215,120 @@ def test_teardown_leaves_the_hooks_of_the_user(workers2: WorkerGroup, strategy: 
     dtype = torch.float32 if strategy.startswith("zero") else torch.float64
     for found in workers2.run(hooks_left, EXPECTED[strategy][0], dtype):
         assert found == {"blocks.0.0.weight": [__name__]}
+
+
+class Routed(nn.Module):
+    """Each sample goes through one of three matrices with a scalar, all with hooks; a process comes to them in its own order."""
+
+    # By forward, of the samples of the first process and of the second; nobody needs the third matrix in the first update.
+    routes = (
+        ("0000", "1111"),
+        ("0101", "1001"),
+        ("2222", "1111"),
+        ("2020", "0000"),
+        ("0000", "0000"),
+        ("0000", "0000"),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(4, 4) for _ in "012")
+        self.sizes = nn.ParameterList(torch.tensor(0.7) for _ in "012")
+        self.head = nn.Linear(4, 2)
+        for parameter in (*self.weights, *self.sizes):
+            parameter.register_hook(lambda gradient: gradient.clamp(-1e-2, 1e-2) + 1e-3)
+        self.forwards = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        routes = self.routes[self.forwards]
+        self.forwards += 1
+        own = torch.tensor(list(map(int, "".join(routes) if len(x) == 8 else routes[dist.get_rank()])))
+        parts = [torch.zeros_like(x) for _ in self.weights]
+        for number in range(3) if dist.get_rank() == 0 else (2, 1, 0):
+            if len(rows := (own == number).nonzero()[:, 0]):
+                found = (x[rows] @ self.weights[number]).tanh() * self.sizes[number]
+                parts[number] = parts[number].index_add(0, rows, found)
+        return {"loss": nn.functional.mse_loss(self.head(x + sum(parts)), y)}
+
+
+class RoutedByItself(Routed):
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        losses: dict[str, Tensor] = self(**data)
+        optim_wrapper.update_params(losses["loss"])
+        return losses
+
+
+class AllRouted(Routed):
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.head.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-1e-2, 1e-2))
+
+
+class HalvedRouted(Routed):
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in (*self.weights, *self.sizes):
+            parameter.register_post_accumulate_grad_hook(halved)
+
+
+def routed(spec: dict[str, Any], made: Any, dtype: torch.dtype) -> Any:
+    """In a worker: the outcomes of one device in float64 and of the strategy."""
+    gradient_hooks.PATIENCE_S = 3.0
+    with alone():
+        expected = outcome(SINGLE, tag_none, torch.float64, made)
+    return expected, outcome(spec, tag_none, dtype, made)
+
+
+def tag_none(model: Any) -> None:
+    """No change."""
+
+
+UNUSED = dict(type="DDPStrategy", find_unused_parameters=True)
+ZEROS_OR_FEWER = [
+    pytest.param(EXPECTED[f"zero{n}"][0] if n else dict(type="DeepSpeedStrategy"), made, id=f"zero{n}", marks=[*marks])
+    for n, made, *marks in (
+        (0, HalvedRouted, pytest.mark.deepspeed, FULL),
+        (1, HalvedRouted, pytest.mark.deepspeed, FULL),
+        (2, AllRouted, pytest.mark.deepspeed),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("spec", "made"),
+    [
+        pytest.param(UNUSED, HalvedRouted, id="ddp"),
+        pytest.param(dict(type="DDPStrategy"), RoutedByItself, id="ddp-train_step"),
+        pytest.param(dict(type="FSDPStrategy"), HalvedRouted, id="fsdp"),
+        *ZEROS_OR_FEWER,
+    ],
+)
+def test_processes_may_use_other_hooked_parameters(workers2: WorkerGroup, spec: dict[str, Any], made: Any) -> None:
+    is_zero = spec["type"] == "DeepSpeedStrategy"
+    for expected, found in workers2.run(routed, spec, made, torch.float32 if is_zero else torch.float64):
+        tolerance = 1e-5 if is_zero else 1e-12
+        same_numbers(found[0], expected[0], "losses", tolerance)
+        same_tensors({name: value.double() for name, value in found[1].items()}, expected[1], "weights", tolerance)
+
+
+@pytest.mark.deepspeed
+def test_stage_3_refuses_that(workers2: WorkerGroup) -> None:
+    for rank, (_, found) in enumerate(workers2.run(routed, EXPECTED["zero3"][0], Routed, torch.float32)):
+        assert f"has a gradient hook, which needs the gradient from every process, and rank {rank} is at" in found
+        assert "in backward 1" in found
+
+
+def test_hooks_stay_when_a_parameter_gets_memory() -> None:
+    parameter = nn.Parameter(torch.empty(3, device="meta"))
+    handles = [parameter.register_hook(torch.zeros_like), parameter.register_post_accumulate_grad_hook(halved)]
+    torch.utils.swap_tensors(parameter, nn.Parameter(torch.ones(3)))
+    keep_gradient_hooks(parameter)
+    found = []
+    for handle in (*handles, None):
+        parameter.grad = None
+        parameter.sum().backward()
+        found.append(float(parameter.grad.sum()))
+        if handle is not None:
+            handle.remove()
+    assert found == [0.0, 1.5, 3.0]
