@@ -20,7 +20,7 @@ from .build_methods import BuildMethods
 from .configuration import check_loading
 from .options import Resume
 from .resume import run_state
-from .resume.choose_checkpoint import find_source, find_start
+from .resume.choose_checkpoint import check_resumable, find_source, find_start
 from .resume.exporting import export_model
 from .resume.failed_saves import check_on_error
 from .resume.frozen_weights import frozen_advice, leaves_out
@@ -234,6 +234,7 @@ class Checkpoints(BuildMethods):
         self._resume(as_path(filename), checked)
 
     def _resume(self, path: Path, options: Resume) -> None:
+        check_resumable(path)
         self._resumed_from = path
         self._setup_model()
         self._setup_schedulers()

@@ -216,8 +216,14 @@ def model_class(model: Any) -> Any:
     return found if inspect.isclass(found) and issubclass(found, nn.Module) else None
 
 
-def merging_model(model: Any) -> type[BaseTTAModel] | None:
-    """Return the class of a model that merges predictions in testing; None if it is another kind, or not known yet."""
+def merging_model(model: Any) -> type | None:
+    """Return the class of a model that merges predictions in testing; None if it is another kind, or not known yet.
+
+    A function that makes one says its class in an attribute ``merges``.
+    """
+    made = getattr(model.get("type") if isinstance(model, Mapping) else model, "merges", None)
+    if isinstance(made, type):
+        return made
     found = model_class(model)
     kind = found if isinstance(found, type) else type(found)
     return kind if issubclass(kind, BaseTTAModel) else None

@@ -197,14 +197,19 @@ class Parts(MissingNames):
 
     @property
     def train_loop(self) -> TrainLoop:
-        """The training loop."""
+        """The training loop; hooks may read it although the run only tests."""
         if self._train_loop is None:
-            if not self._trains:
-                if (merging := merging_model(self._given["model"])) is not None:
-                    raise not_trainable(merging)
-                raise ConfigError("train_cfg: missing, training needs train_dataloader, train_cfg and optim_wrapper")
+            if self._given["train_cfg"] is None:
+                self._check_trainable()
             self._train_loop = self.build_train_loop(self._given["train_cfg"])
         return self._train_loop
+
+    def _check_trainable(self) -> None:
+        """Raise ConfigError if the run cannot train."""
+        if not self._trains:
+            if (merging := merging_model(self._given["model"])) is not None:
+                raise not_trainable(merging)
+            raise ConfigError("train_cfg: missing, training needs train_dataloader, train_cfg and optim_wrapper")
 
     @property
     def val_loop(self) -> BaseLoop | None:

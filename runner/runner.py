@@ -209,6 +209,7 @@ class FlexibleRunner(Checkpoints):
         self.strategy.meet("train()")
         self._ending = None
         with self._as_current(), self._watched():
+            self._check_trainable()
             loop = self.train_loop
             self._setup_model()
             self._setup_schedulers()

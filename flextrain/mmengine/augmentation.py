@@ -9,6 +9,7 @@ from typing import Any
 from mmengine.model import BaseTTAModel as Theirs
 
 from ..core.tta_model import BaseTTAModel
+from .registries import built_by
 
 
 class AdaptedTTAModel(BaseTTAModel):
@@ -34,18 +35,22 @@ class _Inside:
         self.test_step = predict
 
 
-def _adapted(kind: type[Theirs], /, module: Any, data_preprocessor: Any = None, **arguments: Any) -> AdaptedTTAModel:
+def _adapted(
+    build: Callable[..., Theirs], /, module: Any, data_preprocessor: Any = None, **arguments: Any
+) -> AdaptedTTAModel:
     if data_preprocessor is not None:
         arguments["data_preprocessor"] = data_preprocessor
     # Not by its name: DeepSpeed wraps constructors in functions whose own first parameter is called "module".
-    return AdaptedTTAModel(kind(module, **arguments))
+    return AdaptedTTAModel(build(module, **arguments))
 
 
 def adapted_tta(model: Any) -> Any:
     """``model`` for flextrain, if it is one for test-time augmentation or describes one; any other as it is."""
     if isinstance(model, Theirs):
         return AdaptedTTAModel(model)
-    kind = getattr(model.get("type"), "func", None) if isinstance(model, dict) else None
+    kind = built_by(model.get("type")) if isinstance(model, dict) else None
     if isinstance(kind, type) and issubclass(kind, Theirs):
-        return {**model, "type": functools.partial(_adapted, kind)}
+        maker = functools.partial(_adapted, model["type"])
+        maker.merges = kind  # type: ignore[attr-defined]  # says before it is called that this model is only tested
+        return {**model, "type": maker}
     return model

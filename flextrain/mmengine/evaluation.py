@@ -126,7 +126,9 @@ class AdaptedEvaluator(Evaluator):
         return super().writes_files or any(isinstance(metric, DumpResults) for metric in self.theirs.metrics)
 
     def reset(self) -> None:
-        """See Evaluator."""
+        """See Evaluator; metrics of MMEngine that were appended meanwhile join the others of MMEngine."""
+        self.theirs.metrics += [metric for metric in self.metrics if isinstance(metric, BaseMetric)]
+        self.metrics[:] = [metric for metric in self.metrics if not isinstance(metric, BaseMetric)]
         super().reset()
         for metric in self.theirs.metrics:
             metric.results.clear()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -53,7 +55,7 @@ def _in_default_scope(registry: Theirs) -> Theirs:
     return registry if found is None else found  # one whose modules are not imported yet has length 0
 
 
-def refuse_unknown(kind: Any, theirs: Theirs, ours: Ours, where: str) -> None:
+def refuse_unknown(kind: Any, theirs: Theirs, ours: Collection[str], where: str) -> None:
     """Raise ConfigError if neither MMEngine's registries nor flextrain's have a name.
 
     The message says the nearest name, or the scope that has it. Classes and import paths with a colon are left alone.
@@ -137,9 +139,21 @@ def factory(found: Any, scope: str | None = None) -> Any:
 
     MMEngine checks no types, and annotations of projects are often wrong.
     """
-    return functools.partial(found) if scope is None else functools.partial(_built_in_scope, found, scope)
+    if scope is None:
+        return functools.partial(found)
+    made = functools.partial(_built_in_scope, found, scope)
+    with contextlib.suppress(TypeError, ValueError):  # a class of C may have none
+        made.__signature__ = inspect.signature(found)  # type: ignore[attr-defined]
+    return made
 
 
-def _built_in_scope(found: Any, scope: str, /, **arguments: Any) -> Any:
+def _built_in_scope(found: Any, scope: str, /, *inputs: Any, **arguments: Any) -> Any:
     with DefaultScope.overwrite_default_scope(scope):
-        return found(**arguments)
+        return found(*inputs, **arguments)
+
+
+def built_by(made: Any) -> Any:
+    """The class or function behind a result of ``factory``; None for anything else."""
+    if not isinstance(made, functools.partial):
+        return None
+    return made.args[0] if made.func is _built_in_scope else made.func

@@ -8,8 +8,18 @@ from typing import Any
 
 import mmengine.runner
 from mmengine._strategy import BaseStrategy as Theirs
-from mmengine.dataset import pseudo_collate
-from mmengine.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, LOOPS, MODELS, PARAM_SCHEDULERS, STRATEGIES
+from mmengine.dataset import BaseDataset, pseudo_collate
+from mmengine.registry import (
+    DATA_SAMPLERS,
+    DATASETS,
+    FUNCTIONS,
+    LOOPS,
+    MODELS,
+    PARAM_SCHEDULERS,
+    STRATEGIES,
+    TRANSFORMS,
+    DefaultScope,
+)
 
 from ..core.config import check_call
 from ..core.errors import ConfigError
@@ -30,7 +40,7 @@ from .constructors import adapted_optim_wrapper
 from .evaluation import adapted_evaluator
 from .hooks import adapted_hook
 from .log_processors import adapted_log_processor
-from .registries import found_in_scope, is_mmengines, translated, without
+from .registries import factory, found_in_scope, is_mmengines, refuse_unknown, translated, without
 from .schedulers import adapted_scheduler
 from .visualizers import adapted_visualizer
 
@@ -129,6 +139,7 @@ def translated_dataloader(cfg: Any, where: str) -> Any:
     if isinstance(found.get("sampler"), Mapping) and _divides(found["sampler"]):
         found.setdefault("shard", False)
     if isinstance(found.get("dataset"), Mapping):
+        _check_pipelines(found["dataset"], f"{where}.dataset")
         found["dataset"] = _checked(
             translated(found["dataset"], DATASETS, f"{where}.dataset", also=OUR_DATASETS), f"{where}.dataset"
         )
@@ -140,6 +151,35 @@ def translated_dataloader(cfg: Any, where: str) -> Any:
             found[key] = _function(found[key])
     found.setdefault("collate_fn", pseudo_collate)
     return found
+
+
+def _check_pipelines(cfg: Any, where: str) -> None:
+    """Raise ConfigError for an unknown transform, or an argument that it lacks, where MMEngine itself builds transforms."""
+    kind = found_in_scope(cfg, DATASETS) if isinstance(cfg, Mapping) and "type" in cfg else None
+    if not inspect.isclass(kind):
+        return
+    with DefaultScope.overwrite_default_scope(cfg.get("_scope_")):
+        if issubclass(kind, BaseDataset):
+            _check_transforms(cfg.get("pipeline"), f"{where}.pipeline")
+        elif is_mmengines(kind):  # RepeatDataset and others around a data set
+            _check_pipelines(cfg.get("dataset"), f"{where}.dataset")
+            for i, inner in enumerate(cfg.get("datasets") or ()):
+                _check_pipelines(inner, f"{where}.datasets[{i}]")
+
+
+def _check_transforms(given: Any, where: str) -> None:
+    for i, cfg in enumerate(given if isinstance(given, (list, tuple)) else ()):
+        key = f"{where}[{i}]"
+        if isinstance(cfg, (list, tuple)):
+            _check_transforms(cfg, key)
+        elif isinstance(cfg, Mapping) and "type" in cfg:
+            kind = found_in_scope(cfg, TRANSFORMS)
+            if kind is None:
+                refuse_unknown(cfg["type"], TRANSFORMS, (), f"{key}.type")
+            else:
+                check_call(factory(kind), without(cfg, "type"), key)
+            if (getattr(kind, "__module__", None) or "").startswith("mmcv.transforms."):  # RandomChoice and others
+                _check_transforms(cfg.get("transforms"), f"{key}.transforms")
 
 
 def _divides(cfg: Mapping[str, Any]) -> bool:

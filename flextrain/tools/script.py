@@ -22,6 +22,11 @@ from .configured import is_config_file, load, runner_class
 from .tried_transforms import try_transforms
 
 
+NOT_CHECKED = (
+    "Not checked: every dict(type=...) that the project's own classes build, such as the parts inside its model"
+)
+
+
 class _RunnerMade(BaseException):
     """Ends the script where it makes its runner. It is not an Exception, which the script might catch."""
 
@@ -94,7 +99,7 @@ def check_config(config: Config) -> list[str]:
         given = arguments_given_by(lambda: runner.from_cfg(config))
         adapts = runner._takes_mmengines_models  # and names are those of MMEngine's registries
         checked = check_everything(given, takes_mmengines_models=adapts)
-        return [] if adapts else try_transforms(given, checked.transforms)
+        return [NOT_CHECKED] if adapts else try_transforms(given, checked.transforms)
 
 
 def _found(module: types.ModuleType, path: Path) -> dict[str, Any]:

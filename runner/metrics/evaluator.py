@@ -64,7 +64,9 @@ class Evaluator:
             metric.to(device)
 
     def reset(self) -> None:
-        """Reset every metric; called before every evaluation."""
+        """Reset every metric, also those that were appended to ``metrics`` meanwhile; called before every evaluation."""
+        self.metrics[:] = [_built(metric, f"evaluator.metrics[{i}]") for i, metric in enumerate(self.metrics)]
+        self.topology = self.topology
         for metric in self.metrics:
             metric.reset()
 
@@ -220,6 +222,7 @@ def _evaluator_config(cfg: Any, where: str) -> dict[str, Any] | None:
 
 
 def _built(item: Any, where: str) -> BaseMetric:
+    refuse_foreign(item, where, "flextrain.BaseMetric")
     metric = item if isinstance(item, BaseMetric) or is_torchmetric(item) else METRICS.build(item, where)
     if is_torchmetric(metric):
         metric = TorchMetric(metric)

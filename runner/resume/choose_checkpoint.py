@@ -40,7 +40,24 @@ def find_source(run: Run) -> tuple[str | Path | None, Resume | None]:
     if resumed.path is None and load_from is not None and _is_only_weights(load_from):
         found = newest_checkpoint(run)
         return (load_from, None) if found is None else (found, resumed)
-    return resumed.path or load_from or newest_checkpoint(run), resumed
+    found = resumed.path or load_from or newest_checkpoint(run)
+    if found is None and (other := told_by_rank_0(lambda: _of_mmengine(as_path(run.checkpoint_dir)))) is not None:
+        raise not_resumable(other)
+    return found, resumed
+
+
+def check_resumable(path: Path) -> None:
+    """Raise CheckpointError for a file of weights; a collective."""
+    if is_local(path) and told_by_rank_0(path.is_file):
+        raise not_resumable(path)
+
+
+def not_resumable(path: Path) -> CheckpointError:
+    """Return the error of resuming from what only weights are read of."""
+    return CheckpointError(
+        f"{path}: cannot be resumed, it is no checkpoint of flextrain; as with those of MMEngine's runner, "
+        f'load_from="{path}" begins with its weights, resume=False or another work_dir begins anew'
+    )
 
 
 def _is_only_weights(path: str | Path) -> bool:
@@ -76,7 +93,7 @@ def _job_of(path: Path) -> object:
 
 def newest_checkpoint(run: Run) -> Path | None:
     """Return rank 0's newest checkpoint of both tiers; other machines' view of a shared folder may be seconds old."""
-    found, wrong, marked, other, why = None, None, [], None, ""
+    found, wrong, marked, why = None, None, [], ""
     folder = run.checkpoint_dir
     if run.rank == 0:
         # An error that rank 0 kept to itself would leave the others waiting for its message.
@@ -84,7 +101,6 @@ def newest_checkpoint(run: Run) -> Path | None:
             with reaching(folder):
                 found, why = newest_of_both_tiers(run)
                 marked = passed_over(folder, found)
-                other = None if found else _of_mmengine(folder)
         except CheckpointError as error:
             wrong = str(error)
         except OSError as error:
@@ -99,11 +115,6 @@ def newest_checkpoint(run: Run) -> Path | None:
         run.logger.warning(
             f"{', '.join(marked)} in {folder}: skipped, their weights hold NaN or infinity; "
             f'resume="path" accepts one of them'
-        )
-    if other:  # only on rank 0, too
-        run.logger.warning(
-            f'{other}: is a checkpoint of MMEngine\'s runner, from which load_from="{other}" takes the weights; it cannot be '
-            "resumed, training begins anew"
         )
     return as_path(name) if name else None
 
@@ -127,18 +138,19 @@ def newest_of_both_tiers(run: Run) -> tuple[Path | None, str]:
 
 
 def _of_mmengine(folder: Path) -> Path | None:
-    """Return the newest file that MMEngine's runner saved in a folder, if there is one."""
+    """Return the newest checkpoint that MMEngine's runner saved in a folder, if there is one."""
     if not is_local(folder) or not folder.is_dir():
         return None
     note = folder / "last_checkpoint"
     named = folder / Path(note.read_text(errors="replace").strip()).name if note.is_file() else folder
-    if named.is_file():
+    if named != folder and named.exists():
         return named
     numbers = {path: _SAVED.fullmatch(path.name) for path in folder.glob("*.pth")}
     found = [(match[1], int(match[2]), path) for path, match in numbers.items() if match]
     return max(found)[-1] if found else None
 
 
+# Under DeepSpeed they are folders.
 _SAVED = re.compile(r"(epoch|iter)_(\d{1,12})\.pth")
 
 

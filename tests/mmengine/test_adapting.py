@@ -149,6 +149,9 @@ def test_parts_inherited_from_another_project(tmp_path: Path) -> None:
     assert runner.iter == 12
 
 
+_INNER = "val_dataloader.dataset.datasets.1.pipeline"
+
+
 def test_an_unknown_name_raises(tmp_path: Path) -> None:
     for changes, message in [
         ({"model.type": "Clasifier"}, 'model.type: "Clasifier" is no known model, did you mean "Classifier"'),
@@ -164,6 +167,14 @@ def test_an_unknown_name_raises(tmp_path: Path) -> None:
             r'val_evaluator\[0\].type: "Acuracy" is no known metric, did you mean "Acc',
         ),
         ({"custom_hooks": [dict(type="Jurnal")]}, r'custom_hooks\[0\].type: "Jurnal" is .* did you mean "Journal"'),
+        ({_INNER: [dict(type="PackDigt")]}, r'pipeline\[0\].type: "PackDigt" is no known transform, .* "PackDigit"'),
+        ({_INNER: [dict(type="PackDigit", meta_key=1)]}, r'pipeline\[0\].meta_key: unknown key, .* "meta_keys"'),
+        ({"optim_wrapper.optimizer.lrr": 1}, 'optim_wrapper.optimizer.lrr: unknown key, did you mean "lr"'),
+        # As a file that is inherited from another project has it.
+        (
+            {"optim_wrapper.optimizer": dict(type="SGD", lr=1, momemtum=0.9, _scope_="mm_digits")},
+            'optim_wrapper.optimizer.momemtum: unknown key, did you mean "momentum"',
+        ),
     ]:
         with pytest.raises(ConfigError, match=message):
             FlexibleRunner.from_cfg(configuration(tmp_path, **changes))

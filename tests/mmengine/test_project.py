@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,25 @@ def test_what_a_model_for_augmentation_defines_is_called(
     metrics = metrics_with_tta(str(tmp_path), load_from=tested[0], **{"model.type": kind})
     assert metrics["recall/7"] == 1.0
     assert sum(value for name, value in metrics.items() if name.startswith("recall/")) == 1.0
+
+
+def test_what_tools_of_projects_do_before_they_test(tmp_path: Path, tested: tuple[str, dict[str, Any]]) -> None:
+    """As ``tools/test.py --tta --out``: the configuration still trains, and a metric is appended to the evaluator."""
+    from mmengine.evaluator import DumpResults
+
+    from flextrain import ConfigError
+    from flextrain.mmengine import FlexibleRunner
+
+    whole, cfg = configuration(tmp_path), with_tta(tmp_path, load_from=tested[0])
+    whole.merge_from_dict(dict(load_from=tested[0], test_dataloader=cfg.test_dataloader))
+    whole.model = dict(cfg.model, _scope_="mm_digits")  # as a file has it that is inherited from the project
+    runner = FlexibleRunner.from_cfg(whole)
+    runner.test_evaluator.metrics.append(DumpResults(out_file_path=str(tmp_path / "out.pkl")))
+    metrics = runner.test()
+    assert [metrics, runner.test()] == [tested[1]] * 2
+    assert len(pickle.loads((tmp_path / "out.pkl").read_bytes())) == 19
+    with pytest.raises(ConfigError, match="model: DigitTTA merges predictions in testing and cannot be trained"):
+        runner.train()
 
 
 def test_several_views_of_a_sample_after_training(tmp_path: Path) -> None:

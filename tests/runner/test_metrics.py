@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import EVALUATOR, BaseMetric, ConfigError, Evaluator, FlexTrainError
+from flextrain.core.comm.topology import Topology
 from flextrain.runner import DumpResults
 from flextrain.runner.hooks import Hook
 from flextrain.runner.metrics.evaluator import build_evaluator, check_evaluator
@@ -217,6 +218,20 @@ def test_results_in_a_file(tmp_path: Path, ending: str) -> None:
     assert all(result["logits"].shape == (2,) and not result["logits"].requires_grad for result in results)
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     assert Evaluator(Indices()).offline_evaluate(results) == {"seen/indices": [0, 1, 2, 3, 4]}
+
+
+def test_metrics_that_are_appended(tmp_path: Path) -> None:
+    pytest.importorskip("mmengine")
+    from mmengine.evaluator import DumpResults as Theirs
+
+    evaluator = Evaluator(Indices())
+    evaluator.topology = Topology()
+    evaluator.metrics.append(dict(type="DumpResults", out_file_path=str(tmp_path / "out.pt")))
+    evaluator.reset()
+    assert [metric.topology for metric in evaluator.metrics] == [evaluator.topology] * 2
+    evaluator.metrics.append(Theirs(str(tmp_path / "out.pkl")))
+    with pytest.raises(ConfigError, match=r"^evaluator.metrics\[2\]: DumpResults is made for MMEngine's runner"):
+        evaluator.reset()
 
 
 def test_batches_in_a_file(tmp_path: Path) -> None:
