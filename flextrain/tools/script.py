@@ -21,7 +21,6 @@ from ..runner.runner import FlexibleRunner
 from .configured import is_config_file, load, runner_class
 from .tried_transforms import try_transforms
 
-
 NOT_CHECKED = (
     "Not checked: every dict(type=...) that the project's own classes build, such as the parts inside its model"
 )

@@ -17,7 +17,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 from flextrain import CheckpointError, ConfigError
 from flextrain.core.checkpoint.foreign.download import is_download, local_copy, shown
