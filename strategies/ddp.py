@@ -224,7 +224,7 @@ class DDPStrategy(Strategy):
     def _arranged(self) -> Arranged:
         if self.topology.data.count == 1:
             return Arranged()
-        hooked = "which gets the gradients of one process only; register it before the runner gets the model, or in a transform"
+        hooked = "which gets the gradients of one process only; register it in the model's __init__ or in a transform"
         if not isinstance(self._model, DistributedDataParallel):
             return Arranged(hooked=hooked)
         finds_unused = self.config.wrapper_arguments().get("find_unused_parameters")

@@ -248,7 +248,7 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
 
     def _arranged(self) -> Arranged:
         why = "and the engine keeps what it arranged then"
-        hooked = "and the engine has arranged gradients before; register it before the runner gets the model, or in a transform"
+        hooked = "and the engine has arranged gradients before; register it in the model's __init__ or in a transform"
         return Arranged(thawed=why, frozen=why, hooked=hooked)
 
     def check(self, model: nn.Module | type[nn.Module] | None, optim: Optim) -> None:
