@@ -40,10 +40,10 @@ def find_source(run: Run) -> tuple[str | Path | None, Resume | None]:
     if resumed.path is None and load_from is not None and _is_only_weights(load_from):
         found = newest_checkpoint(run)
         return (load_from, None) if found is None else (found, resumed)
-    found = resumed.path or load_from or newest_checkpoint(run)
-    if found is None and (other := told_by_rank_0(lambda: _of_mmengine(as_path(run.checkpoint_dir)))) is not None:
+    start = resumed.path or load_from or newest_checkpoint(run)
+    if start is None and (other := told_by_rank_0(lambda: _of_mmengine(as_path(run.checkpoint_dir)))) is not None:
         raise not_resumable(other)
-    return found, resumed
+    return start, resumed
 
 
 def check_resumable(path: Path) -> None:
