@@ -69,7 +69,7 @@ def quick_fake_mode() -> Any:
                 into += (value.dtype, value.shape, value.stride(), value.storage_offset(), value._fake_device)
                 into += (value.untyped_storage().nbytes(), value.requires_grad)
                 into += (value.is_conj(), value.is_neg(), value.is_inference())
-            elif kind in _PLAIN:
+            elif kind in _KEPT_AS_THEY_ARE:
                 into.append(value)
             elif kind in (list, tuple):
                 if not is_described(value, into):
@@ -112,7 +112,7 @@ def quick_fake_mode() -> Any:
     return mode
 
 
-_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format)
+_KEPT_AS_THEY_ARE = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format)
 
 
 def value_errors() -> tuple[type[Exception], ...]:
