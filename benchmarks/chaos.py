@@ -38,8 +38,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from flextrain.core.base.events import read_events
 from flextrain.core.checkpoint import export_weights
-from flextrain.core.events import read_events
 
 JOB = Path(__file__).with_name("chaos_job.py")
 RESULTS = Path(__file__).parent / "results"

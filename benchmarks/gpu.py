@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flextrain import FlexibleRunner, Hook
 from flextrain.core.checkpoint import Staging, save_checkpoint, save_in_background
-from flextrain.core.device import DEVICES, device_spec, memory_mb, synchronize
+from flextrain.core.device.device import DEVICES, device_spec, memory_mb, synchronize
 
 RESULTS = Path(__file__).parent / "results"
 WARM_UP = 5  # iterations left out: the first makes the optimizer's state

@@ -32,8 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flextrain import OptimWrapper, Strategy
+from flextrain.core.base.registry import STRATEGIES
 from flextrain.core.comm import collectives as dist
-from flextrain.core.registry import STRATEGIES
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train
 

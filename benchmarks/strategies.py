@@ -48,7 +48,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from flextrain import FlexibleRunner
-from flextrain.core.dtensor_private import forget_meshes
+from flextrain.core.torch_compat.dtensor_private import forget_meshes
 from flextrain.strategies.deepspeed.engine_internals import forget_process_groups
 from flextrain.testing import WorkerGroup
 

@@ -9,53 +9,53 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .core.registering_modules import REGISTERING_MODULES
+from .core.base.registering_modules import REGISTERING_MODULES
 from .core.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .core.comm.gather_with_gradient import gather_with_gradient as gather_with_gradient
+    from .core.base.errors import CheckpointError as CheckpointError
+    from .core.base.errors import ConfigError as ConfigError
+    from .core.base.errors import DivergenceError as DivergenceError
+    from .core.base.errors import FlexTrainError as FlexTrainError
+    from .core.base.errors import LaunchError as LaunchError
+    from .core.base.errors import NonFiniteError as NonFiniteError
+    from .core.base.errors import StrategyError as StrategyError
+    from .core.base.errors import TrialPruned as TrialPruned
+    from .core.base.events import heartbeat as heartbeat
+    from .core.base.registry import DATA_SAMPLERS as DATA_SAMPLERS
+    from .core.base.registry import DATASETS as DATASETS
+    from .core.base.registry import EVALUATOR as EVALUATOR
+    from .core.base.registry import FUNCTIONS as FUNCTIONS
+    from .core.base.registry import HOOKS as HOOKS
+    from .core.base.registry import LOOPS as LOOPS
+    from .core.base.registry import METRICS as METRICS
+    from .core.base.registry import MODELS as MODELS
+    from .core.base.registry import OPTIM_WRAPPER_CONSTRUCTORS as OPTIM_WRAPPER_CONSTRUCTORS
+    from .core.base.registry import OPTIM_WRAPPERS as OPTIM_WRAPPERS
+    from .core.base.registry import OPTIMIZERS as OPTIMIZERS
+    from .core.base.registry import PARAM_SCHEDULERS as PARAM_SCHEDULERS
+    from .core.base.registry import REPORTERS as REPORTERS
+    from .core.base.registry import STRATEGIES as STRATEGIES
+    from .core.base.registry import TRANSFORMS as TRANSFORMS
+    from .core.base.registry import VISUALIZERS as VISUALIZERS
+    from .core.base.registry import Registry as Registry
     from .core.comm.topology import DataShard as DataShard
     from .core.comm.topology import Topology as Topology
+    from .core.comm.topology import gather_with_gradient as gather_with_gradient
     from .core.config_files import Config as Config
     from .core.config_files import ConfigDict as ConfigDict
     from .core.config_files import DictAction as DictAction
     from .core.config_files import read_base as read_base
-    from .core.device import DeviceSpec as DeviceSpec
-    from .core.device import register_device as register_device
-    from .core.errors import CheckpointError as CheckpointError
-    from .core.errors import ConfigError as ConfigError
-    from .core.errors import DivergenceError as DivergenceError
-    from .core.errors import FlexTrainError as FlexTrainError
-    from .core.errors import LaunchError as LaunchError
-    from .core.errors import NonFiniteError as NonFiniteError
-    from .core.errors import StrategyError as StrategyError
-    from .core.errors import TrialPruned as TrialPruned
-    from .core.heartbeat import heartbeat as heartbeat
-    from .core.image_preprocessor import ImgDataPreprocessor as ImgDataPreprocessor
-    from .core.image_preprocessor import stack_batch as stack_batch
-    from .core.model import BaseDataPreprocessor as BaseDataPreprocessor
-    from .core.model import BaseModel as BaseModel
-    from .core.registry import DATA_SAMPLERS as DATA_SAMPLERS
-    from .core.registry import DATASETS as DATASETS
-    from .core.registry import EVALUATOR as EVALUATOR
-    from .core.registry import FUNCTIONS as FUNCTIONS
-    from .core.registry import HOOKS as HOOKS
-    from .core.registry import LOOPS as LOOPS
-    from .core.registry import METRICS as METRICS
-    from .core.registry import MODELS as MODELS
-    from .core.registry import OPTIM_WRAPPER_CONSTRUCTORS as OPTIM_WRAPPER_CONSTRUCTORS
-    from .core.registry import OPTIM_WRAPPERS as OPTIM_WRAPPERS
-    from .core.registry import OPTIMIZERS as OPTIMIZERS
-    from .core.registry import PARAM_SCHEDULERS as PARAM_SCHEDULERS
-    from .core.registry import REPORTERS as REPORTERS
-    from .core.registry import STRATEGIES as STRATEGIES
-    from .core.registry import TRANSFORMS as TRANSFORMS
-    from .core.registry import VISUALIZERS as VISUALIZERS
-    from .core.registry import Registry as Registry
-    from .core.tta_model import BaseTTAModel as BaseTTAModel
+    from .core.device.device import DeviceSpec as DeviceSpec
+    from .core.device.device import register_device as register_device
+    from .core.model.base_model import BaseDataPreprocessor as BaseDataPreprocessor
+    from .core.model.base_model import BaseModel as BaseModel
+    from .core.model.base_model import BaseTTAModel as BaseTTAModel
+    from .core.model.base_model import ImgDataPreprocessor as ImgDataPreprocessor
+    from .core.model.base_model import stack_batch as stack_batch
     from .optim.amp import AmpOptimWrapper as AmpOptimWrapper
-    from .optim.apex import ApexOptimWrapper as ApexOptimWrapper
-    from .optim.constructor import DefaultOptimWrapperConstructor as DefaultOptimWrapperConstructor
+    from .optim.amp import ApexOptimWrapper as ApexOptimWrapper
+    from .optim.param_groups import DefaultOptimWrapperConstructor as DefaultOptimWrapperConstructor
     from .optim.wrapper import OptimWrapper as OptimWrapper
     from .optim.wrapper_dict import OptimWrapperDict as OptimWrapperDict
     from .runner.hooks.hook import Hook as Hook
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 
 REGISTERING_MODULES.update(
     {
-        "model": (f"{__name__}.core.model", f"{__name__}.core.image_preprocessor"),
+        "model": (f"{__name__}.core.model.base_model",),
         "optimizer": (f"{__name__}.optim",),
         "optimizer wrapper": (f"{__name__}.optim", f"{__name__}.strategies"),
         "optimizer wrapper constructor": (f"{__name__}.optim",),
@@ -90,10 +90,9 @@ REGISTERING_MODULES.update(
         "sampler": (f"{__name__}.runner.data.samplers",),
         "metric": tuple(f"{__name__}.runner.metrics.{name}" for name in ("torchmetrics", "dump_results", "perplexity")),
         "evaluator": (f"{__name__}.runner.metrics.evaluator",),
-        "hook": (f"{__name__}.runner.hooks", f"{__name__}.tools.token_rate"),
+        "hook": (f"{__name__}.runner.hooks", f"{__name__}.token_rate"),
         "loop": (
-            f"{__name__}.runner.loops.epoch",
-            f"{__name__}.runner.loops.iteration",
+            f"{__name__}.runner.loops.train",
             f"{__name__}.runner.loops.evaluate",
         ),
         "reporter": (f"{__name__}.runner.reporting",),
@@ -105,10 +104,14 @@ REGISTERING_MODULES.update(
 # tests/test_packaging.py compares this table with the imports above.
 _HOMES = {
     "runner.runner": ["FlexibleRunner"],
-    "core.tta_model": ["BaseTTAModel"],
-    "core.model": ["BaseModel", "BaseDataPreprocessor"],
+    "core.model.base_model": [
+        "BaseTTAModel",
+        "BaseModel",
+        "BaseDataPreprocessor",
+        "ImgDataPreprocessor",
+        "stack_batch",
+    ],
     "runner.loops.base": ["BaseLoop"],
-    "core.image_preprocessor": ["ImgDataPreprocessor", "stack_batch"],
     "runner.metrics.base": ["BaseMetric"],
     "runner.metrics.evaluator": ["Evaluator"],
     "runner.hooks.hook": ["Hook"],
@@ -116,8 +119,7 @@ _HOMES = {
     "runner.reporting.history": ["HistoryBuffer"],
     "runner.reporting.visualizer": ["Visualizer"],
     "strategies.base": ["Strategy"],
-    "core.comm.gather_with_gradient": ["gather_with_gradient"],
-    "core.comm.topology": ["DataShard", "Topology"],
+    "core.comm.topology": ["gather_with_gradient", "DataShard", "Topology"],
     "strategies.single_device": ["SingleDeviceStrategy"],
     "strategies.ddp": ["DDPStrategy"],
     "strategies.deepspeed": ["DeepSpeedStrategy", "DeepSpeedOptimWrapper"],
@@ -126,11 +128,10 @@ _HOMES = {
     "strategies.launch": ["launch"],
     "strategies.npu": ["NPUStrategy"],
     "optim.wrapper": ["OptimWrapper"],
-    "optim.amp": ["AmpOptimWrapper"],
-    "optim.apex": ["ApexOptimWrapper"],
+    "optim.amp": ["AmpOptimWrapper", "ApexOptimWrapper"],
     "optim.wrapper_dict": ["OptimWrapperDict"],
-    "optim.constructor": ["DefaultOptimWrapperConstructor"],
-    "core.registry": [
+    "optim.param_groups": ["DefaultOptimWrapperConstructor"],
+    "core.base.registry": [
         "Registry",
         "MODELS",
         "DATASETS",
@@ -150,9 +151,9 @@ _HOMES = {
         "VISUALIZERS",
     ],
     "core.config_files": ["Config", "ConfigDict", "DictAction", "read_base"],
-    "core.device": ["DeviceSpec", "register_device"],
-    "core.heartbeat": ["heartbeat"],
-    "core.errors": [
+    "core.device.device": ["DeviceSpec", "register_device"],
+    "core.base.events": ["heartbeat"],
+    "core.base.errors": [
         "FlexTrainError",
         "ConfigError",
         "DivergenceError",

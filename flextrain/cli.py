@@ -25,8 +25,7 @@ from .commands import (
     verify,
 )
 from .commands.output import until_closed
-from .core.errors import FlexTrainError, one_of, suggest
-from .core.uncaught import has_bug_of_the_user, say, wants_traceback
+from .core.base.errors import FlexTrainError, has_bug_of_the_user, one_of, say, suggest, wants_traceback
 
 COMMANDS = (
     checkpoint,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from ..core.registry import OPTIMIZERS
-from .adapters.npu_fused import register_optimizers
-from .amp import AmpOptimWrapper
-from .apex import ApexOptimWrapper
-from .build import build_optim_wrapper
-from .constructor import DefaultOptimWrapperConstructor
+from ..core.base.registry import OPTIMIZERS
+from .adapters import register_optimizers
+from .amp import AmpOptimWrapper, ApexOptimWrapper
+from .param_groups import DefaultOptimWrapperConstructor
 from .wrapper import OptimWrapper, StepInfo
-from .wrapper_dict import OptimWrapperDict
+from .wrapper_dict import OptimWrapperDict, build_optim_wrapper
 
 register_optimizers()
 

@@ -3,29 +3,157 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..core import gradients
-from ..core.config import Config, validate
-from ..core.errors import ConfigError, StrategyError
-from ..core.overriding import overridden
-from ..core.precision import Precision
-from ..core.registry import OPTIM_WRAPPERS
-from ..core.rehearsing import with_values
-from . import torch_format
-from .adapters.base import OptimizerAdapter
-from .adapters.choose import adapter_for
-from .adapters.trial import Samples, resumes, why_not_usable
-from .model_group import ModelGroup
+from ..core.base.config import Config, validate
+from ..core.base.errors import CheckpointError, ConfigError, StrategyError
+from ..core.base.overriding import overridden
+from ..core.base.registry import OPTIM_WRAPPERS
+from ..core.base.rehearsing import rehearsing, with_values
+from ..core.comm.collectives import all_reduce
+from ..core.device.precision import Precision
+from . import gradients
+from .adapters import OptimizerAdapter, adapter_for
+from .gradients import ModelGroup
 from .param_groups import check_optimizer, make_for, make_optimizer
-from .update_guard import UpdateGuard
+from .trial import Samples, resumes, why_not_usable
+
+# State of an OptimWrapper in torch's own format, for training loops of one's own.
+
+
+_SCALER = "loss_scaler"
+_MMENGINES = (_SCALER, "apex_amp", "base_param_settings")
+"""Keys that MMEngine adds to those of torch; the last one only has what its get_lr() shows."""
+
+
+class Wrapper(Protocol):
+    """What is used of an OptimWrapper."""
+
+    where: str
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The torch optimizer."""
+
+    def plain_values(self) -> dict[str, Any]:
+        """Return the loss scale as ``scaler``, if there is one."""
+
+    def load_plain_values(self, state: dict[str, Any]) -> None:
+        """Continue from ``plain_values``."""
+
+    def model_parameter(self, parameter: Tensor) -> Tensor:
+        """Return the model's parameter for one of the optimizer's."""
+
+
+def state_of(wrapper: Wrapper, *, is_part: bool) -> dict[str, Any]:
+    """Return the torch optimizer's ``state_dict``, with the loss scale as ``loss_scaler`` where losses are scaled.
+
+    Args:
+        is_part: other processes have other parameters of the model.
+
+    Raises:
+        StrategyError: the state is not whole, or the optimizer is not built yet.
+    """
+    _check_whole(wrapper, "state_dict", is_part)
+    state: dict[str, Any] = wrapper.optimizer.state_dict()
+    scaler = wrapper.plain_values().get("scaler")
+    return state if scaler is None else {**state, _SCALER: scaler}
+
+
+def load(wrapper: Wrapper, state: dict[str, Any], *, is_part: bool) -> None:
+    """Continue from the result of ``state_of``.
+
+    Raises:
+        CheckpointError: it is no state of an optimizer, or of one with other parameters.
+        StrategyError: as ``state_of``.
+    """
+    _check_whole(wrapper, "load_state_dict", is_part)
+    if not {"state", "param_groups"} <= state.keys():
+        found = ", ".join(map(str, state)) or "nothing"
+        raise CheckpointError(
+            f"{wrapper.where}.load_state_dict: has {found}, give what state_dict() returned: state and param_groups"
+        )
+    own = {key: value for key, value in state.items() if key not in _MMENGINES}
+    try:
+        wrapper.optimizer.load_state_dict(own)
+    except ValueError as error:  # other groups, or other numbers of parameters
+        raise CheckpointError(f"{wrapper.where}.load_state_dict: {error}") from error
+    if scaler := state.get(_SCALER):
+        wrapper.load_plain_values({"scaler": scaler})
+
+
+def _check_whole(wrapper: Wrapper, method: str, is_part: bool) -> None:
+    """Raise StrategyError if parameters are sharded, or are float32 masters of others."""
+    parameters = [parameter for group in wrapper.optimizer.param_groups for parameter in group["params"]]
+    if any(isinstance(parameter, DTensor) for parameter in parameters) or is_part:
+        raise in_strategy(wrapper, method, "this process holds a part of the optimizer's state")
+    if any(wrapper.model_parameter(parameter) is not parameter for parameter in parameters):
+        raise in_strategy(wrapper, method, "torch's format has no float32 masters of half-precision weights")
+
+
+def in_strategy(wrapper: Wrapper, method: str, reason: str) -> StrategyError:
+    """Return the error that says where the state is instead."""
+    return StrategyError(
+        f"{wrapper.where}.{method}(): {reason}; runner.save_checkpoint and runner.load_checkpoint have all of it, and so "
+        "has Strategy.state_dict()"
+    )
+
+
+# UpdateGuard: skip updates whose loss or gradients are not finite.
+
+
+class UpdateGuard:
+    """Sets all gradients of an update to NaN, on every process, if a loss of its window or a gradient is not finite.
+
+    Any single gradient then shows that the update must be skipped. Loss scaling checks gradients in any case; without
+    it, ``allows`` copies one number to the host at every update.
+    """
+
+    def __init__(self) -> None:
+        self.left_out = 0
+        """Number of skipped updates."""
+        self._losses: list[Tensor] = []
+        self._verdict: Tensor | None = None
+
+    def note(self, loss: Tensor) -> None:
+        """Record a loss before its backward."""
+        self._losses.append(loss.detach())
+
+    def spoil(self, grads: list[Tensor], model_group: ModelGroup | None = None) -> None:
+        """Set the gradients to NaN if a gradient or a loss is not finite on any process; a collective.
+
+        Args:
+            grads: gradients of one optimizer.
+            model_group: needed if a process may have neither losses nor gradients.
+        """
+        losses, self._losses = self._losses, []
+        parts = [loss.float().reshape(()) for loss in losses]
+        if grads:
+            norm = gradients.total_norm(grads).float()
+            parts = [*(part.to(norm.device) for part in parts), norm]
+        if not parts and model_group is not None:
+            parts = [torch.zeros((), device=model_group.device)]
+        if not parts:
+            self._verdict = None
+            return
+        self._verdict = verdict = all_reduce(torch.stack(parts).sum())
+        gradients.multiply(grads, torch.where(verdict.isfinite(), 1.0, math.nan))
+
+    def allows(self) -> bool:
+        """Return whether all losses and gradients were finite; waits for the device."""
+        is_good = self._verdict is None or rehearsing() or bool(self._verdict.isfinite())
+        self.left_out += not is_good
+        return is_good
+
 
 _logger = logging.getLogger("flextrain")
 
@@ -382,7 +510,7 @@ class OptimWrapper:
         Raises:
             StrategyError: this process has a part of the state only, or the optimizer is not built yet.
         """
-        return torch_format.state_of(self, is_part=self._model_group is not None)
+        return state_of(self, is_part=self._model_group is not None)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a ``state_dict``, or from that of a torch optimizer or of MMEngine's OptimWrapper.
@@ -391,7 +519,7 @@ class OptimWrapper:
             CheckpointError: it is neither.
             StrategyError: as ``state_dict``.
         """
-        torch_format.load(self, state, is_part=self._model_group is not None)
+        load(self, state, is_part=self._model_group is not None)
 
     def get_lr(self) -> dict[str, list[float]]:
         """Return the learning rate of every group, as ``{"lr": [...]}``."""

@@ -6,9 +6,8 @@ from .data.collate import pseudo_collate
 from .data.dataloaders import build_dataloader
 from .data.samplers import DefaultSampler, InfiniteSampler
 from .loops.base import BaseLoop
-from .loops.epoch import EpochBasedTrainLoop
 from .loops.evaluate import TestLoop, ValLoop
-from .loops.iteration import IterBasedTrainLoop
+from .loops.train import EpochBasedTrainLoop, IterBasedTrainLoop
 from .metrics.base import BaseMetric
 from .metrics.dump_results import DumpResults
 from .metrics.evaluator import Evaluator

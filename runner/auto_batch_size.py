@@ -13,15 +13,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from ..core.base.errors import ConfigError, LaunchError
+from ..core.base.snapshot import Snapshot
 from ..core.checkpoint import Checkpoint, as_path
+from ..core.comm.agreement import roll_call
 from ..core.comm.collectives import all_gather_object
-from ..core.comm.matched_calls import roll_call
-from ..core.device import empty_cache
-from ..core.errors import ConfigError, LaunchError
-from ..core.random_state import kept_random_state
-from ..core.snapshot import Snapshot
-from ..optim.build import build_optim_wrapper
-from .data import first_samples
+from ..core.device.device import empty_cache
+from ..core.random.generators import kept_random_state
+from ..optim.wrapper_dict import build_optim_wrapper
+from .data import checks as first_samples
 from .data.checks import AUTO
 from .data.first_batches import first_batches, only_once, parts_of
 from .loops.dry_pass import PATIENCE_S

@@ -8,25 +8,19 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ..core.base.config import check_call, known_keywords, validate
 from ..core.checkpoint import as_path, export_hugging_face
-from ..core.checkpoint.export.target import local_folder
+from ..core.checkpoint.export.files import local_folder
 from ..core.checkpoint.foreign.download import local_copy, shown
-from ..core.comm.joint_errors import raising_together
-from ..core.config import check_call, known_keywords, validate
-from ..core.hugging_face.model_description import Description, describe
-from ..core.hugging_face.pretrained import pretrained_in
-from .arguments import Checked
-from .build_methods import BuildMethods
-from .configuration import check_loading
+from ..core.comm.agreement import raising_together
+from ..core.hugging_face.pretrained import Description, describe, pretrained_in
+from .config import Checked, check_loading
 from .options import Resume
+from .parts import BuildMethods
 from .resume import run_state
 from .resume.choose_checkpoint import check_resumable, find_source, find_start
-from .resume.exporting import export_model
-from .resume.failed_saves import check_on_error
-from .resume.frozen_weights import frozen_advice, leaves_out
-from .resume.pretrained_weights import ToRead, read_pretrained
-from .resume.savable import check_can_be_saved
-from .resume.saver import Saver
+from .resume.saver import Saver, check_can_be_saved, check_on_error, export_model
+from .resume.weights import ToRead, frozen_advice, leaves_out, read_pretrained
 
 
 class Checkpoints(BuildMethods):

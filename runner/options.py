@@ -9,14 +9,31 @@ from typing import Any, Literal
 
 import pydantic
 
+from ..core.base.config import Config, PositiveInt, validate
+from ..core.base.errors import CheckpointError, ConfigError, suggest
 from ..core.checkpoint import as_path
 from ..core.checkpoint.directory import replaced
+from ..core.checkpoint.folders import reaching
 from ..core.checkpoint.foreign.download import check_download, is_download, shown
-from ..core.checkpoint.paths import reaching
-from ..core.config import Config, PositiveInt, validate
 from ..core.config_files import Config as ConfigFile
-from ..core.errors import CheckpointError, ConfigError, suggest
-from .watchdog.limits import WatchdogOptions
+
+# The options of the watchdog.
+
+
+class WatchdogOptions(Config):
+    """``env_cfg.watchdog``."""
+
+    stall_s: float = pydantic.Field(default=600.0, ge=1.0)
+    """Seconds without an iteration, a validation batch or a part of a checkpoint on any process after which the run ends."""
+    first_s: float = pydantic.Field(default=1800.0, ge=1.0)
+    """The same before the first update, and while a model is compiled; never less than ``stall_s``."""
+    stragglers: bool = True
+    """Warn of a process that takes far more time than the others in loading data or in hooks, see Stragglers."""
+
+    @property
+    def long_s(self) -> float:
+        """Seconds in a phase that may take longer."""
+        return max(self.first_s, self.stall_s)
 
 
 class AutoScaleLR(Config):

@@ -2,43 +2,248 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import multiprocessing
+import resource
+import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from ..core.config import check_call
-from ..core.errors import ConfigError
-from ..core.tta_model import BaseTTAModel, module_to_set_up, not_trainable
+from ..core.base.config import check_call, validate
+from ..core.base.errors import ConfigError, StrategyError
+from ..core.base.registry import MODELS
+from ..core.hugging_face.pretrained import Pretrained
+from ..core.model.base_model import (
+    BaseModel,
+    BaseTTAModel,
+    module_to_set_up,
+    not_trainable,
+    overrides,
+    parts_to_initialise,
+)
+from ..core.model.token_counts import count_tokens
+from ..core.torch_compat.torch_private import is_compiled_wrapper
 from ..core.version import __version__
+from ..optim.schedulers import build_param_schedulers
 from ..optim.wrapper import OptimWrapper
-from ..optim.wrapper_dict import OptimWrapperDict
-from ..strategies.base import Strategy
-from .also_on_class import AlsoOnClass
-from .arguments import Checked
+from ..optim.wrapper_dict import OptimWrapperDict, build_optim_wrapper
+from ..strategies.base import NOTHING, Strategy
 from .auto_batch_size import with_batch_size
-from .build import build_model, build_schedulers, scale_lr
-from .configuration import eval_loop_class, merging_model, train_loop_class
+from .config import Checked, doubts, eval_loop_class, merging_model, train_loop_class
 from .data.dataloaders import build_dataloader
-from .data.example import example_batch
+from .data.first_batches import example_batch
 from .data.user_loaders import batch_size
-from .doubts import doubts
-from .from_files import recorded
+from .health.watchdog import Watchdog
 from .hooks import Hook, HookDispatcher
 from .hooks.build import build_hook, priority_of
 from .loops.base import BaseLoop
 from .loops.step import Stepper
 from .loops.train import VALIDATION_KEYS, TrainLoop
 from .metrics.evaluator import Evaluator, build_evaluator, check_evaluator
-from .missing_names import MissingNames
-from .options import FixedOptions
+from .options import AutoScaleLR, Environment, FixedOptions
 from .reporting import MessageHub, Reporter, Visualizer, build_log_processor
 from .reporting.model_outline import ModelOutline, outline
-from .watchdog import Watchdog
+from .run_folders import recorded
+from .transforms.apply import transform
+
+# Build parts of a run that need its process group: environment, model, schedulers.
+
+
+logger = logging.getLogger("flextrain")
+
+
+def apply_environment(env: Environment) -> None:
+    """Apply the process-wide settings of ``env_cfg``."""
+    if env.mp_cfg.mp_start_method is not None:
+        multiprocessing.set_start_method(env.mp_cfg.mp_start_method, force=True)
+    if env.mp_cfg.opencv_num_threads is not None:
+        _limit_opencv(env.mp_cfg.opencv_num_threads)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(env.resource_limit, soft), hard), hard))
+    torch.backends.cudnn.benchmark = env.cudnn_benchmark
+
+
+def _limit_opencv(threads: int) -> None:
+    try:
+        import cv2
+    except ModuleNotFoundError:  # OpenCV is optional, but every MMEngine configuration has this key
+        return
+    cv2.setNumThreads(threads)
+
+
+@contextmanager
+def _reading_nothing() -> Iterator[None]:
+    """Context that says so if a model reads weights where the strategy builds it without any."""
+    # Some models are built in spite of it, and fail when their values are made.
+    kind: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    own = None if kind is None else vars(kind).get("from_pretrained")
+    try:
+        if own is not None:
+            kind.from_pretrained = classmethod(_refuse_reading)
+        yield
+    except RuntimeError as error:  # StrategyError is one
+        frames = traceback.walk_tb(error.__traceback__)
+        if not any(frame.f_code.co_name == "from_pretrained" for frame, _ in frames):
+            raise
+        _refuse_reading(error=error)
+    finally:
+        if own is not None:
+            kind.from_pretrained = own
+
+
+def _refuse_reading(*given: Any, error: Exception | None = None, **options: Any) -> None:
+    raise ConfigError(
+        "model: from_pretrained reads weights, and this strategy builds a model without them; give "
+        'dict(type="transformers:AutoModelForCausalLM", pretrained="folder"), with transforms=[...] for a model around it, or '
+        "the model itself and no function"
+    ) from error
+
+
+def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_training: bool) -> nn.Module:
+    """Build the user's module from a module, a configuration or a function, in the strategy's ``init_context``."""
+    if isinstance(given, nn.Module):
+        _finish(given, preprocessor, strategy, for_training=for_training)
+        return given
+    if isinstance(given, Mapping) and preprocessor is not None:
+        given, preprocessor = {"data_preprocessor": preprocessor, **given}, None
+    reads_nothing = strategy.init_context() is not NOTHING
+
+    def make() -> nn.Module:
+        with _reading_nothing() if reads_nothing else NOTHING:
+            if (pretrained := Pretrained.of(given, "model")) is not None:
+                model: Any = pretrained.build()
+            else:
+                model = MODELS.build(given, "model") if isinstance(given, (Mapping, str)) else given()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model: gave {type(model).__name__}, not a torch.nn.Module")
+        return model
+
+    finish = partial(_finish, preprocessor=preprocessor, strategy=strategy, for_training=for_training)
+    return strategy.construct(make, finish)
+
+
+def _finish(model: Any, preprocessor: Any, strategy: Strategy, *, for_training: bool) -> None:
+    """Check a module, give it its preprocessor, and initialise it."""
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise ConfigError(
+            f"model: is wrapped in {type(model).__name__}, give the model itself (model.module); the strategy wraps it"
+        )
+    if is_compiled_wrapper(model):
+        raise ConfigError("model: is compiled already, give the model itself, and compile=True")
+    if preprocessor is not None:
+        owner = model.module if isinstance(model, BaseTTAModel) else model
+        if not hasattr(owner, "data_preprocessor"):
+            raise ConfigError(f"data_preprocessor: {type(owner).__name__} has no attribute of this name to set")
+        is_built = isinstance(preprocessor, nn.Module)
+        owner.data_preprocessor = preprocessor if is_built else MODELS.build(preprocessor, "data_preprocessor")
+    # MMEngine calls init_weights, so only its kind of model expects that. Other models call such a method themselves.
+    if for_training and isinstance(model, BaseModel):
+        parts = [name for name, _ in parts_to_initialise(model)]
+        if overrides(model, "init_weights"):
+            strategy.init_weights(model)
+        elif parts:
+            logger.info(f"Calling init_weights() of the model's {', '.join(parts)}")
+            strategy.init_weights(model)
+    if for_training:
+        count_tokens(model)
+
+
+def scale_lr(optim: OptimWrapper | OptimWrapperDict, batch_size: int | None, shards: int, base: int) -> str:
+    """Scale learning rates linearly with the samples per update, and return a description for the log.
+
+    Source: Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017.
+    """
+    if batch_size is None:
+        raise ConfigError("auto_scale_lr: the batch size of train_dataloader is not known, scale the rate yourself")
+    real = batch_size * shards * optim.accumulate
+    for group in optim.param_groups:
+        group["lr"] *= real / base
+    return f"Learning rates times {real / base:.4g}: {real} samples per update, chosen for {base}"
+
+
+def build_schedulers(given: Any, optim: OptimWrapper | OptimWrapperDict, loop: TrainLoop) -> dict[str, list[Any]]:
+    """Build the parameter schedulers of each optimizer, by its name; ``given`` is for all, or a dict by name."""
+    by_name = isinstance(given, Mapping) and "type" not in given
+    return {
+        name: build_param_schedulers(
+            given.get(name) if by_name and name else given,
+            wrapper,
+            epoch_length=loop.data.epoch_length,
+            max_epochs=loop.max_epochs if loop.by_epoch else None,
+            max_iters=loop.max_iters,
+            where=f"param_scheduler.{name}" if by_name and name else "param_scheduler",
+        )
+        for name, wrapper in optim.wrappers.items()
+    }
+
+
+# Names of MMEngine's runners that FlexibleRunner has not, and what to use instead.
+
+
+_AT_FIRST_USE = "train(), val() and test() do it when they begin"
+INSTEAD = {
+    "build_strategy": "give strategy=... to the runner, and read runner.strategy",
+    "build_message_hub": "read runner.message_hub",
+    "build_visualizer": "give visualizer=... to the runner, and read runner.visualizer",
+    "build_logger": "read runner.logger",
+    "wrap_model": "the strategy wraps the model; read runner.model",
+    "setup_env": "give env_cfg=... to the runner, which applies it when it is made",
+    "set_randomness": "give randomness=dict(seed=...) to the runner",
+    "load_or_resume": _AT_FIRST_USE,
+    "register_default_hooks": "give default_hooks=dict(...) to the runner",
+    "register_hooks": "give default_hooks and custom_hooks to the runner, or call register_hook",
+    "dump_config": "the configuration is in the log folder and with the reporters; read runner.cfg",
+}
+"""Name to what to use."""
+
+
+class MissingNameError(ConfigError, AttributeError):
+    """A name of MMEngine's that is not here; ``hasattr`` is False."""
+
+
+class _Missing:
+    # Not __getattr__: that would also be called, and hide the reason, when a property of a runner ends with an AttributeError.
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, runner: object | None, kind: type) -> Any:
+        if runner is None:
+            raise AttributeError(f"type object {kind.__name__!r} has no attribute {self._name!r}")
+        raise MissingNameError(f"runner.{self._name}: is not here, {INSTEAD[self._name]}")
+
+
+class MissingNames:
+    """Answers with what to use when one of these names is asked for."""
+
+
+for _name in INSTEAD:
+    setattr(MissingNames, _name, _Missing(_name))
+
+
+# AlsoOnClass: a method that can be called on the class, before there is an object.
+
+
+class AlsoOnClass:
+    """Decorator of a method whose ``self`` is None when it is called on the class.
+
+    MMEngine has some static methods that need no runner; here they know more when there is one.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., Any]:
+        return functools.update_wrapper(functools.partial(self._function, instance), self._function)
+
 
 _logger = logging.getLogger("flextrain")
 
@@ -410,3 +615,86 @@ class Parts(MissingNames):
                 validates=given["val_dataloader"] is not None,
             ):
                 self.logger.warning(line)
+
+
+# BuildMethods: MMEngine's ``build_...`` methods of a runner that make a second model, optimizer or schedule for it.
+
+
+class BuildMethods(Parts):
+    """Builds more parts for a run, for loops and hooks of one's own; the run's own are made without them.
+
+    The runner neither updates nor saves what these methods return.
+    """
+
+    def _build_model(self) -> nn.Module:
+        return self._transformed(super()._build_model())
+
+    def _transformed(self, model: nn.Module) -> nn.Module:
+        """Apply the run's transforms to its model."""
+        load_from = self.options.load_from
+        model, self._changes = transform(model, self._transforms, self.strategy, self.seed, load_from)
+        return model
+
+    def build_model(self, model: Any) -> nn.Module:
+        """Build a module as the runner builds its own, without initial weights of ``init_weights``.
+
+        Args:
+            model: see the runner's ``model``; the strategy neither moves nor wraps the module.
+        """
+        if not (isinstance(model, (nn.Module, Mapping, str)) or callable(model)):
+            raise ConfigError(
+                f"model: {model!r} is not allowed, give a module, a dict or a function that returns a module"
+            )
+        return build_model(model, None, self.strategy, for_training=False)
+
+    def build_optim_wrapper(self, optim_wrapper: Any) -> OptimWrapper | OptimWrapperDict:
+        """Build an OptimWrapper with an optimizer of its own for the run's model, after the strategy has placed it.
+
+        Args:
+            optim_wrapper: see the runner's ``optim_wrapper``; a built optimizer may hold any parameters.
+
+        Raises:
+            StrategyError: the strategy's own engine makes the updates, or other processes have other parameters.
+        """
+        built = build_optim_wrapper(optim_wrapper)
+        self._setup_model()
+        if self._has_engine or self.strategy.topology.model is not None:
+            raise StrategyError(
+                f"build_optim_wrapper: {type(self.strategy).__name__} updates one optimizer, the runner's; give several by "
+                "name in the runner's optim_wrapper"
+            )
+        built.attach(self.strategy.device, self.strategy.autocast)
+        if not all(wrapper.is_built for wrapper in built.wrappers.values()):
+            built.build(self.strategy.module)
+        return built
+
+    def build_param_scheduler(self, scheduler: Any) -> Any:
+        """Build schedulers for ``runner.optim_wrapper``; ``end`` and units come from the training loop.
+
+        Args:
+            scheduler: see the runner's ``param_scheduler``.
+
+        Returns:
+            A list; for several optimizers a dict of lists.
+        """
+        if not isinstance(self.optim_wrapper, (OptimWrapper, OptimWrapperDict)):
+            kind = type(self.optim_wrapper).__name__
+            raise ConfigError(f"runner.optim_wrapper: is {kind}, give build_param_scheduler's runner an OptimWrapper")
+        self._setup_model()
+        optim = self.optim_wrapper
+        self.train_loop.data.compare_lengths(float(self.strategy.config.timeout_s))
+        built = build_schedulers(scheduler, optim, self.train_loop)
+        return built if isinstance(optim, OptimWrapperDict) else built[""]
+
+    def scale_lr(self, optim_wrapper: OptimWrapper | OptimWrapperDict, auto_scale_lr: Any = None) -> None:
+        """Scale the learning rates of a built wrapper, as ``auto_scale_lr`` of the runner does; None scales nothing.
+
+        Args:
+            auto_scale_lr: ``dict(base_batch_size=..., enable=True)``.
+        """
+        if auto_scale_lr is None:
+            return
+        options = validate(AutoScaleLR, auto_scale_lr, "auto_scale_lr")
+        if options.enable:
+            size, shards = batch_size(self.train_dataloader), self.strategy.topology.data.count
+            self.logger.info(scale_lr(optim_wrapper, size, shards, options.base_batch_size))

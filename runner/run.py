@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from torch import nn
 
-from ..core.hugging_face.model_description import Description
+from ..core.hugging_face.pretrained import Description
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
 from ..strategies.base import Strategy

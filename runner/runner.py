@@ -10,35 +10,30 @@ from typing import Any
 
 from torch import nn
 
+from ..core.base.config import check_call, check_keywords, known_keywords
+from ..core.base.errors import ConfigError, NonFiniteError
+from ..core.base.registry import RUNNER as OTHER_TRAINERS
 from ..core.checkpoint import make_writable
-from ..core.comm.joint_errors import raising_together
-from ..core.config import check_call, check_keywords, known_keywords
+from ..core.comm.agreement import raising_together
 from ..core.config_files import Config, located
-from ..core.errors import ConfigError, NonFiniteError
-from ..core.seed import set_seed
-from ..core.synonyms import RUNNER as OTHER_TRAINERS
+from ..core.random.generators import set_seed
 from ..strategies.base import Strategy
 from ..strategies.launchers import saying_why_this_process_leaves
-from .arguments import check_everything
-from .build import apply_environment
 from .checkpoints import Checkpoints
-from .configuration import ELSEWHERE
+from .config import ELSEWHERE, check_agreement, check_everything
 from .data.checks import check_dataloader
 from .data.user_loaders import Batches
-from .from_files import arguments_of, text_of, write_record
-from .generation import generate
-from .hooks.memory_against_plan import planned_memory_hook
+from .health.oversight import Oversight, told_progress
+from .health.termination import tell_how_it_ended, tell_others
+from .health.watchdog import Watchdog
+from .hooks.planned_memory import planned_memory_hook
 from .loops.evaluate import TestLoop
 from .options import early_preemption
-from .oversight import Oversight
-from .predictions import prediction_loop, predictions_of
+from .parts import apply_environment
+from .predictions import generate, prediction_loop, predictions_of
 from .reporting import MessageHub, build_log_processor, close_logger, setup_logger
 from .reporting.reporter import describe
-from .run_folders import new_log_folder, occupied
-from .same_configuration import check_agreement
-from .termination import tell_how_it_ended, tell_others
-from .told_progress import told_progress
-from .watchdog import Watchdog
+from .run_folders import arguments_of, new_log_folder, occupied, text_of, write_record
 
 
 class FlexibleRunner(Checkpoints):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..core.registry import OPTIM_WRAPPERS, STRATEGIES
+from ..core.base.registry import OPTIM_WRAPPERS, STRATEGIES
 from .base import Strategy
 from .build import build_strategy
-from .config import StrategyConfig
+from .config import Needs, StrategyConfig
 from .ddp import DDPStrategy
 from .deepspeed import DeepSpeedOptimWrapper, DeepSpeedStrategy
 from .fsdp import FSDPStrategy
@@ -13,7 +13,6 @@ from .launch import launch
 from .launchers import detect_launch
 from .mesh import MeshStrategy
 from .npu import NPUStrategy
-from .requirements import Needs
 from .single_device import SingleDeviceStrategy
 
 # MMEngine's names

@@ -9,10 +9,10 @@ from operator import is_
 
 from torch import Tensor, nn
 
-from ..core.comm.joint_errors import raising_together
+from ..core.base.errors import StrategyError
+from ..core.comm.agreement import raising_together
 from ..core.comm.topology import Topology
-from ..core.errors import StrategyError
-from ..core.torch_private import gradient_hooks, gradient_state, tables_of, users_gradient_hooks
+from ..core.torch_compat.torch_private import gradient_hooks, gradient_state, tables_of, users_gradient_hooks
 from .gradient_hooks import Hooked
 from .names import tied
 

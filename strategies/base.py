@@ -2,38 +2,176 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ..core.base.errors import ConfigError, StrategyError, one_of, suggest
+from ..core.base.overriding import overridden
+from ..core.base.registry import MODELS
+from ..core.base.rehearsing import rehearsing
+from ..core.comm import collectives as dist
 from ..core.comm.agreement import description, first_difference
-from ..core.comm.model_sync import share_weights
+from ..core.comm.collectives import share_weights
 from ..core.comm.replica_check import ReplicaCheck
-from ..core.comm.topology import DataShard
-from ..core.errors import StrategyError
-from ..core.model import BaseModel, overrides
-from ..core.module_state import check_savable, check_sizes, check_trainable, tensor_names
-from ..core.overriding import overridden
-from ..core.precision import Precision, PrecisionReport, cast_parameters, dtypes, require
-from ..core.random_state import drawing_apart
-from ..core.rehearsing import rehearsing
-from ..core.transforms import compile_in_place
-from ..optim.description import description as recipe_of
+from ..core.comm.topology import DataShard, Topology
+from ..core.device.precision import Precision, PrecisionReport, cast_parameters, dtypes, require
+from ..core.model.base_model import BaseModel, overrides
+from ..core.model.module_state import check_savable, check_sizes, check_trainable, tensor_names
+from ..core.random.generators import drawing_apart
+from ..optim.gradients import ModelGroup
+from ..optim.schedulers import build_param_schedulers
+from ..optim.wrapper import OptimWrapper
+from ..optim.wrapper_dict import OptimWrapperDict, build_optim_wrapper
+from ..optim.wrapper_dict import description as recipe_of
 from .as_at_setup import Arranged, AsAtSetup, ParametersAsMade
-from .config import StrategyConfig
+from .config import Needs, StrategyConfig
 from .gradient_hooks import Hooked, HooksAfterBackward, Removable
-from .model_parts import spread_updates
 from .names import Names
-from .preparing import prepare
-from .recomputation import recompute
-from .requirements import Needs
+from .parts.footprint import StateMemory, size_of, state_of_optimizer
+from .parts.whole_weights import WholeWeights
+from .recomputation import compile_in_place, recompute
 from .state import Optim
-from .state_memory import StateMemory, size_of, state_of_optimizer
-from .steps import EvalStep, TrainStep
-from .whole import WholeWeights
+
+# TrainStep and EvalStep: the interfaces by which a strategy calls the model, for an update or an evaluation batch.
+
+
+class TrainStep(Protocol):
+    """One update, for ``Strategy.run_window``.
+
+    For every micro-batch call ``begin`` first, then either ``run``, or ``forward`` and ``backward``. A schedule may
+    order the forwards and backwards of all micro-batches freely, unless the model's wrapper depends on the order:
+    DistributedDataParallel needs each backward right after its forward.
+    """
+
+    shares: Sequence[float | None]
+    """Factor of each micro-batch's loss, so that the sum of the gradients is that of the update; None: 1."""
+
+    def begin(self, index: int) -> bool:
+        """Announce micro-batch ``index``; return whether its backward must reduce gradients."""
+
+    def run(self, batch: Any, index: int) -> dict[str, Tensor]:
+        """Run forward and backward of a micro-batch; return its values to log, 0-dim and without a graph."""
+
+    def prepare(self, batch: Any) -> Any:
+        """Return the model's input for a micro-batch, on the device."""
+
+    def forward(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of a micro-batch, 0-dim with its graph, computed under ``autocast``, and its values to log.
+
+        Raises:
+            StrategyError: the model defines its own ``train_step``, which combines forward and backward.
+        """
+
+    def backward(self, loss: Tensor, index: int) -> None:
+        """Run backward of a loss, multiplied by its share, and by the loss scale if there is one."""
+
+    def mean(self, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the window's values to log, from those that ``run`` or ``forward`` returned for its micro-batches."""
+
+
+class EvalStep(Protocol):
+    """One batch of evaluation, for ``Strategy.evaluate``."""
+
+    def prepare(self, batch: Any) -> Any:
+        """Return the model's input for a batch, on the device."""
+
+    def predict(self, batch: Any) -> Any:
+        """Return the predictions for a batch, by ``val_step``, ``test_step`` or ``forward``, under ``autocast``."""
+
+
+# Preparation of a model, its optimizer and its schedules for a training loop of the user's own.
+
+
+_LENGTHS = ("epoch_length", "max_epochs", "max_iters")
+
+
+class SetsUp(Protocol):
+    """The methods of a strategy that are called."""
+
+    def setup_environment(self) -> None:
+        """See ProcessEnvironment."""
+
+    def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """See Strategy."""
+
+    def check(self, model: Any, optim: Any) -> None:
+        """See Strategy."""
+
+    def setup(self, model: nn.Module, optim: Any = None) -> tuple[nn.Module, Any]:
+        """See Strategy."""
+
+    def check_unchanged(self) -> None:
+        """See Strategy."""
+
+
+def prepare(
+    strategy: SetsUp, model: Any, optim_wrapper: Any, param_scheduler: Any, dispatch_kwargs: Mapping[str, Any] | None
+) -> Any:
+    """See ``Strategy.prepare``."""
+    lengths = dict(dispatch_kwargs or {})
+    for name in lengths:
+        if name not in _LENGTHS:
+            hint = suggest(name, _LENGTHS) or f", choose {one_of(_LENGTHS)}"
+            raise ConfigError(f"dispatch_kwargs.{name}: unknown key{hint}")
+    optim = None if optim_wrapper is None else build_optim_wrapper(optim_wrapper)
+    if optim is None and param_scheduler is not None:
+        raise ConfigError("param_scheduler: has no meaning without optim_wrapper")
+    strategy.check(model if isinstance(model, nn.Module) else None, optim)
+    strategy.setup_environment()
+    if not isinstance(model, nn.Module):
+        given = model
+        model = strategy.construct(lambda: MODELS.build(given, "model"))
+    prepared, optim = strategy.setup(model, optim)
+    if optim is None:
+        return prepared
+    for wrapper in optim.wrappers.values():  # the runner's loop checks before forward
+        wrapper.register_step_pre_hook(lambda _: strategy.check_unchanged())
+    if param_scheduler is None:
+        return prepared, optim
+    lengths = {"epoch_length": None, **lengths}
+    schedulers = {
+        name: build_param_schedulers(param_scheduler, wrapper, **lengths) for name, wrapper in optim.wrappers.items()
+    }
+    return prepared, optim, schedulers if isinstance(optim, OptimWrapperDict) else schedulers[""]
+
+
+# Gradient norms and overflows of optimizers on processes that hold different parameters of one replica of a model.
+
+
+def spread_updates(
+    optim: OptimWrapper | OptimWrapperDict,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    topology: Topology,
+    device: torch.device,
+) -> None:
+    """Combine norms, clipping and overflows over ``topology.model``; a collective of this group.
+
+    A parameter that several processes hold, under one name or tied in the whole model, counts once. Each of them must
+    have its full gradient.
+
+    Args:
+        parameters: this process's parameters, by their names in the whole model; a tied one by its first name.
+    """
+    names = {id(parameter): name for name, parameter in parameters}
+    for wrapper in optim.wrappers.values():
+        own = {
+            names[id(wrapper.model_parameter(parameter))]: parameter
+            for group in wrapper.param_groups
+            for parameter in group["params"]
+        }
+        kinds = {parameter.dtype for parameter in own.values()}
+        everyones = dist.all_gather_object((set(own), kinds), topology.model)
+        before = set().union(*(names for names, _ in everyones[: topology.index_in_model]))
+        if rehearsing():  # the others have other parameters
+            before = set()
+        dtype = functools.reduce(torch.promote_types, set().union(*(kinds for _, kinds in everyones)), torch.float32)
+        elsewhere = [parameter for name, parameter in own.items() if name in before]
+        wrapper.spread(ModelGroup(topology.model, elsewhere, dtype, device))
 
 
 def kept_gradients(engine: str) -> StrategyError:

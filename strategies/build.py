@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..core import horovod
-from ..core.errors import ConfigError
-from ..core.foreign_classes import refuse_foreign
-from ..core.overriding import overridden, refuse_unused
-from ..core.registry import STRATEGIES
+from ..core.base import errors as horovod
+from ..core.base.config import refuse_foreign
+from ..core.base.errors import ConfigError
+from ..core.base.overriding import overridden, refuse_unused
+from ..core.base.registry import STRATEGIES
 from .base import Strategy
 from .launchers import detect_launch
 

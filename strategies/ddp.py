@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, cast
 
@@ -13,24 +14,54 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..core.base.config import Config
+from ..core.base.errors import ConfigError, StrategyError
+from ..core.base.registry import STRATEGIES
+from ..core.base.rehearsing import rehearsing
 from ..core.comm.topology import DataShard
-from ..core.config import Config
-from ..core.errors import ConfigError, StrategyError
-from ..core.gradients import average
-from ..core.model import calls_itself
-from ..core.normalisation_layers import BATCH_NORM
-from ..core.registry import STRATEGIES
-from ..core.rehearsing import rehearsing
-from ..core.rehearsing_private import DataParallelWithoutValues
-from ..core.torch_private import check_reduced, gradient_hooks, leave_to_others
+from ..core.device.precision import BATCH_NORM
+from ..core.model.base_model import calls_itself
+from ..core.torch_compat.rehearsing_private import DataParallelWithoutValues
+from ..core.torch_compat.torch_private import check_reduced, gradient_hooks, leave_to_others
+from ..optim.gradients import average
 from ..optim.wrapper import OptimWrapper
-from .anomalous import WithoutGradient
 from .as_at_setup import Arranged
 from .base import NOTHING, Strategy
-from .config import StrategyConfig
-from .requirements import ANY_DEVICE, Needs
-from .sharded_parameters import check_dense, check_not_quantised
+from .config import ANY_DEVICE, Needs, StrategyConfig
+from .sharding import check_dense, check_not_quantised
 from .state import Optim
+
+# Name the trainable parameters that no gradient has come to, in the log.
+
+
+_logger = logging.getLogger("flextrain")
+
+
+class WithoutGradient:
+    """A hook of an optimizer wrapper's updates that logs the parameters without gradient, when they change.
+
+    Args:
+        parameters: the model's, by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._before: list[str] = []
+
+    def __call__(self, optim: OptimWrapper) -> None:
+        """Look at the gradients of an update, before they are clipped; no value is read."""
+        trained = (optim.model_parameter(parameter) for group in optim.param_groups for parameter in group["params"])
+        names = [self._names[id(p)] for p in trained if p.requires_grad and p.grad is None]
+        if names != self._before:
+            self._before = names
+            if names:
+                _logger.warning(
+                    f"detect_anomalous_params: no gradient for {', '.join(names)}; forward has not used them, or the loss does "
+                    "not depend on them"
+                )
+            else:
+                _logger.warning("detect_anomalous_params: all parameters have gradients again")
+
 
 # Names of hooks in torch.distributed.algorithms.ddp_comm_hooks.default_hooks.
 CommHook = Literal["allreduce", "fp16_compress", "bf16_compress"]

@@ -8,15 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..core.base.config import validate
+from ..core.base.errors import StrategyError
+from ..core.base.overriding import refuse_misspelled
 from ..core.comm import collectives as dist
-from ..core.comm.gather_with_gradient import use_shard
-from ..core.comm.joint_errors import raising_together
-from ..core.comm.matched_calls import roll_call
-from ..core.comm.topology import Topology
-from ..core.config import validate
-from ..core.device import DeviceSpec, device_spec, select_device
-from ..core.errors import StrategyError
-from ..core.overriding import refuse_misspelled
+from ..core.comm.agreement import raising_together, roll_call
+from ..core.comm.topology import Topology, use_shard
+from ..core.device.device import DeviceSpec, device_spec, select_device
 from .config import StrategyConfig
 from .launchers import Launch, detect_launch, saying_why_this_process_leaves
 

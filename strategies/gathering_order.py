@@ -9,13 +9,22 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from torch import nn
+from torch import Tensor, nn
 
+from ..core.base.errors import StrategyError
+from ..core.base.rehearsing import with_values
+from ..core.base.trees import tree_map_only
 from ..core.comm import collectives as dist
 from ..core.comm.topology import DataShard
-from ..core.dtensor_private import in_backward
-from ..core.errors import StrategyError
-from ..core.rehearsing import with_values
+from ..core.torch_compat.dtensor_private import (
+    after_backward,
+    before_reducing,
+    complete_backward,
+    hook_before_freeing,
+    in_backward,
+    is_gathered,
+    pass_by,
+)
 
 
 @dataclass
@@ -167,3 +176,158 @@ class GatheringOrder:
             f"model: rank {self._rank} {said} in forward {self._count}, where other processes call other modules, in another "
             f"order or more often; {self.advice}"
         )
+
+
+# FSDP's units in one order on all processes, also where the samples of some do not go through all of them.
+
+
+class UnitOrder(GatheringOrder):
+    """Makes every process gather, free and reduce the units in one order.
+
+    A process whose samples do not need a unit gathers it too, at the same position of the order, and reduces zeros for it. It
+    follows the order of the forwards before, to its end. There all processes tell whether they go on, and of which units they
+    will compute backward; what they come to then, they tell one by one.
+
+    Args:
+        inner: the orders of the units that have units inside, by name. A unit's own order is made before that of what it is in.
+        others: as GatheringOrder has them.
+    """
+
+    advice = "call the model as often on every process"
+
+    def __init__(
+        self, root: nn.Module, units: Mapping[str, nn.Module], inner: Mapping[str, UnitOrder], *others: Any
+    ) -> None:
+        super().__init__(root, units, *others)
+        self._inner = {number: inner[name] for number, name in enumerate(self._names) if name in inner}
+        self._is_inner = False
+        for order in self._inner.values():
+            order._is_inner = True
+        self.last: Forward | None = None
+        self._backward: Forward | None = None
+        before_reducing(root, self._complete_all)
+
+    def _register_end(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        hook_before_freeing(module, hook)
+
+    def _go_to(self, number: int, forward: Forward) -> None:
+        ahead = (forward.known or [])[len(forward.calls) :]
+        is_known = number in ahead
+        for unit in ahead[: ahead.index(number)] if is_known else ahead:
+            self._pass_by(forward, unit)
+        while not is_known:
+            own = [(call.unit, call.is_passed_by, call.has_backward) for call in forward.calls]
+            found = self._tell(number, forward, hash(tuple(own)))
+            first = min(other for _, _, other, _ in found)
+            if first == number:
+                is_known = True
+                if number == len(self._units):
+                    self._agree(forward, are_equal=len({calls for *_, calls in found}) == 1)
+            else:
+                self._pass_by(forward, first)
+
+    def _pass_by(self, forward: Forward, number: int) -> None:
+        unit, inner = self._units[number], self._inner.get(number)
+        call = UnitCall(number, is_passed_by=True)
+        forward.calls.append(call)
+        with pass_by(unit):
+            if inner is not None:
+                inner._begin(unit, ())
+                inner._end(unit, (), None)
+                call.inside = inner.last
+
+    def _come_to(self, number: int, unit: nn.Module, args: Any) -> None:
+        super()._come_to(number, unit, args)
+        if in_backward() and self._backward is not None and self._backward.differs and not is_gathered(unit):
+            raise StrategyError(
+                f"model.{self._names[number]}: rank {self._rank} recomputes it in backward together with other FSDP units, in forward "
+                f"{self._count}, where other processes call other units; recompute inside of each unit, or leave out strategy.wrap"
+            )
+
+    def _leave(self, number: int, unit: nn.Module, args: Any, output: Any) -> None:
+        if (forward := self._own()) is not None:
+            call = forward.calls[-1]
+            if number in self._inner:
+                call.inside = self._inner[number].last
+            if self._watch(output, partial(self._arrive, forward, len(forward.calls) - 1)):
+                call.has_backward = True
+
+    def _end(self, root: nn.Module, args: Any, output: Any) -> Any:
+        if (forward := self._own()) is None:
+            return None
+        self._go_to(len(self._units), forward)
+        self._forward, self.last = None, forward
+        if self._is_inner:  # another tensor than a unit inside has returned, so that backward comes here first
+            return tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor), output)
+        self._watch(output, partial(self._arrive, forward, len(forward.calls)))
+        return None
+
+    def _agree(self, forward: Forward, are_equal: bool) -> None:
+        """Agree on the calls that backward completes, and on the order of later forwards if this one had more than was known."""
+        own = [2 * call.has_backward + (not call.is_passed_by) for call in forward.calls]
+        everyones = [own] if are_equal or not own else self._exchange(own)
+        forward.differs = not are_equal
+        for call, column in zip(forward.calls, zip(*everyones, strict=True), strict=True):
+            call.has_backward = any(bits & 2 for bits in column)
+        if forward.known is None or len(forward.calls) > len(forward.known):
+            called = [
+                [call.unit for call, bits in zip(forward.calls, row, strict=True) if bits & 1] for row in everyones
+            ]
+            self._orders[forward.key] = merged([forward.known or [], *called])
+
+    # Backward
+
+    def _watch(self, output: Any, arrive: Callable[[Tensor], None]) -> bool:
+        """Call ``arrive`` when backward comes to a tensor of the output; return whether it can."""
+        watched = []
+
+        def watch(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad and torch.is_grad_enabled():
+                watched.append(tensor.register_hook(arrive))  # type: ignore[no-untyped-call]
+            return tensor
+
+        tree_map_only(Tensor, watch, output)
+        return bool(watched)
+
+    def _arrive(self, forward: Forward, at: int, gradient: Tensor) -> None:
+        """Complete the calls that come after the one that backward arrives at, before that one is gathered."""
+        self._enter_backward(forward)
+        self._complete(forward, at)
+        for call in forward.calls[at : at + 1]:
+            call.has_arrived = True
+            if call.inside is not None:
+                self._inner[call.unit]._enter_backward(call.inside)
+
+    def _enter_backward(self, forward: Forward) -> None:
+        if forward.incomplete is None:
+            forward.incomplete, self._backward = len(forward.calls), forward
+            if not self._is_inner:
+                after_backward(self._complete_all)
+
+    def _complete_all(self) -> None:
+        if (forward := self._backward) is not None:
+            self._backward = None
+            self._complete(forward, -1)
+            forward.incomplete = None
+
+    def _complete(self, forward: Forward, at: int) -> None:
+        begin, end = at + 1, forward.incomplete or 0
+        forward.incomplete = min(end, begin)
+        for call in reversed(forward.calls[begin:end]):
+            if call.has_backward:
+                inner = self._inner.get(call.unit)
+                with complete_backward(self._units[call.unit], gathers=not call.has_arrived):
+                    if inner is not None and call.inside is not None:
+                        if not call.has_arrived:
+                            inner._enter_backward(call.inside)
+                        inner._complete_all()
+
+
+def merged(orders: Sequence[Sequence[int]]) -> list[int]:
+    """Return an order that has each of these inside, without repeating what they have in common as far as that is seen."""
+    found: list[int] = []
+    while orders := [order for order in orders if order]:
+        first = min((order[0] for order in orders), key=lambda unit: (any(unit in each[1:] for each in orders), unit))
+        found.append(first)
+        orders = [order[1:] if order[0] == first else order for order in orders]
+    return found

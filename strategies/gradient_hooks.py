@@ -11,11 +11,11 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..core.base.errors import StrategyError
 from ..core.comm.topology import DataShard
-from ..core.dtensor_private import after_backward
-from ..core.errors import StrategyError
-from ..core.gradients import average
-from ..core.torch_private import call_first, postpone_gradient_hooks, resume_gradient_hooks
+from ..core.torch_compat.dtensor_private import after_backward
+from ..core.torch_compat.torch_private import call_first, postpone_gradient_hooks, resume_gradient_hooks
+from ..optim.gradients import average
 from ..optim.wrapper import OptimWrapper
 
 PATIENCE_S = 60.0

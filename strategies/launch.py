@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
-from ..core.errors import ConfigError, LaunchError
+from ..core.base.errors import ConfigError, LaunchError
 
 
 def launch(

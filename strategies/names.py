@@ -6,8 +6,8 @@ from collections.abc import Container, Iterator
 
 from torch import nn
 
-from ..core.comm.joint_errors import gather_differing
-from ..core.module_state import extra_aliases, keepers, tensor_names, torch_key
+from ..core.comm.agreement import gather_differing
+from ..core.model.module_state import extra_aliases, keepers, tensor_names, torch_key
 
 
 class Names:

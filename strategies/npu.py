@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from ..core.device import device_spec
-from ..core.errors import ConfigError
-from ..core.registry import STRATEGIES
+from ..core.base.errors import ConfigError
+from ..core.base.registry import STRATEGIES
+from ..core.device.device import device_spec
+from .config import Needs
 from .ddp import DDPConfig, DDPStrategy
-from .requirements import Needs
 
 
 class NPUConfig(DDPConfig):

@@ -1,16 +1,66 @@
-"""Activation checkpointing of a model: of chosen submodules, or by the model's own switch."""
+"""Activation checkpointing and compilation of a model's parts."""
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from ..core.errors import ConfigError
-from ..core.hugging_face.caches import train_without_cache
-from ..core.transforms import checkpoint_activations, module_filter
+from ..core.base.errors import ConfigError, suggest
+from ..core.hugging_face.transformers_private import train_without_cache
 from .config import ActivationCheckpointing
+
+# Activation checkpointing and compilation of a module in place: parameter names do not change.
+
+
+_LISTED = 12  # so many classes of a model are listed in a message
+
+
+def checkpoint_activations(module: nn.Module, check_fn: Callable[[nn.Module], bool]) -> list[str]:
+    """Apply activation checkpointing to the outermost submodules that ``check_fn`` accepts; return their names.
+
+    It replaces the submodule's ``forward`` instead of wrapping the submodule, so that no name changes.
+
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+    """
+    chosen: list[str] = []
+    for name, submodule in module.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in chosen)
+        if name and not inside and check_fn(submodule):
+            submodule.forward = functools.partial(checkpoint, submodule.forward, use_reentrant=False)
+            chosen.append(name)
+    return chosen
+
+
+def module_filter(
+    classes: Iterable[str] | Callable[[nn.Module], bool], module: nn.Module, where: str
+) -> Callable[..., bool]:
+    """Return a ``check_fn`` for class names such as ``["Bottleneck"]``; a callable is returned as it is.
+
+    Raises:
+        ConfigError: no submodule has a class of this name.
+    """
+    if callable(classes):
+        return classes
+    names = set(classes)
+    known = {type(submodule).__name__ for submodule in module.modules()}
+    for name in sorted(names - known):
+        more = ", ..." if len(known) > _LISTED else ""
+        there = f"the model has {', '.join(sorted(known)[:_LISTED])}{more}"
+        hint = suggest(name, known)
+        raise ConfigError(f'{where}: no submodule is a "{name}"{f"{hint} T{there[1:]}" if hint else f"; {there}"}')
+    return lambda submodule: type(submodule).__name__ in names
+
+
+def compile_in_place(modules: Iterable[nn.Module], options: dict[str, Any]) -> None:
+    """Compile the call of each module, with options of ``torch.compile``; names do not change."""
+    for module in modules:
+        module.compile(**options)
+
 
 _logger = logging.getLogger("flextrain")
 _WHERE = "strategy.activation_checkpointing"
@@ -71,3 +121,19 @@ def _switch_on(module: Any, switch: str) -> None:
     # Without re-entrance, inputs need no gradients; with frozen embeddings they would only cost time.
     if hasattr(module, "disable_input_require_grads") and getattr(module, "_require_grads_hook", None) is not None:
         module.disable_input_require_grads()
+
+
+# The repeated blocks of a model: its layers, as they are gathered, divided or counted one by one.
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost submodules, with children, that a ModuleList or Sequential has several of, by class."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for container in model.modules():
+        if isinstance(container, (nn.ModuleList, nn.Sequential)) and container not in inside:
+            kinds = [type(child) for child in container]
+            blocks = [c for c in container if kinds.count(type(c)) > 1 and any(True for _ in c.children())]
+            found += blocks
+            inside.update(part for block in blocks for part in block.modules())
+    return [block for block in found if any(True for _ in block.parameters())]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..core.errors import StrategyError
-from ..core.registry import STRATEGIES
+from ..core.base.errors import StrategyError
+from ..core.base.registry import STRATEGIES
 from .base import Strategy
 
 

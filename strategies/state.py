@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core.checkpoint.frozen_prints import FrozenPrints
-from ..core.comm.model_sync import floating_buffers
-from ..core.errors import StrategyError, counted, suggest
-from ..core.module_state import tensor_names
-from ..core.rehearsing import rehearsing
+from ..core.base.errors import StrategyError, counted, suggest
+from ..core.base.rehearsing import rehearsing
+from ..core.checkpoint.replicas import FrozenPrints
+from ..core.comm.collectives import floating_buffers
+from ..core.model.module_state import tensor_names
 from ..optim.canonical import GROUP, STATE, hyper_parameters, restored_hyper_parameters, split_key
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict

@@ -120,8 +120,8 @@ def workers3(workers: WorkerFactory) -> WorkerGroup:
 def async_io() -> None:
     """DeepSpeed's asynchronous input and output, compiled once on this machine, which takes minutes."""
     pytest.importorskip("deepspeed", reason="needs pip install flextrain[deepspeed]")
-    from flextrain.core.errors import StrategyError
-    from flextrain.strategies.deepspeed.async_io import check_async_io, load_async_io
+    from flextrain.core.base.errors import StrategyError
+    from flextrain.strategies.deepspeed.swap_files import check_async_io, load_async_io
 
     try:
         check_async_io()
@@ -192,8 +192,8 @@ def _no_leaked_threads() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _loaders_end_with_their_test() -> Iterator[None]:
     yield
-    if "flextrain.core.torch_private" in sys.modules:
-        sys.modules["flextrain.core.torch_private"].end_loader_workers()
+    if "flextrain.core.torch_compat.torch_private" in sys.modules:
+        sys.modules["flextrain.core.torch_compat.torch_private"].end_loader_workers()
 
 
 @pytest.fixture(autouse=True)

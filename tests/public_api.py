@@ -21,8 +21,8 @@ import pydantic
 
 import flextrain
 from flextrain.cli import COMMANDS
-from flextrain.core import registry
-from flextrain.runner.also_on_class import AlsoOnClass
+from flextrain.core.base import registry
+from flextrain.runner.parts import AlsoOnClass
 
 RECORD = Path(__file__).with_name("public_api.txt")
 # Beside the names in `__all__` of these modules.
@@ -38,7 +38,7 @@ INTERFACES = (
     "flextrain.runner.run.Run",
     "flextrain.runner.run.TrainingProgress",
     "flextrain.runner.run.Evaluation",
-    "flextrain.runner.hooks.pruning.SearchTrial",
+    "flextrain.runner.hooks.early_stopping.SearchTrial",
     "flextrain.strategies.Needs",
     "flextrain.strategies.StrategyConfig",
     "flextrain.strategies.base.TrainStep",

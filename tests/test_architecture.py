@@ -18,12 +18,14 @@ from .private_names import own_attributes, parsed, private_names_of_torch
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ["core", "optim", "strategies", "runner"]  # a layer may import itself and what stands before it
-STRATEGY_FREE = re.compile(r"flextrain\.(core|optim|runner|tools|commands|testing)(\.|$)")
+STRATEGY_FREE = re.compile(
+    r"flextrain\.(core|optim|runner|commands|doctor|elastic|plan|reference|report|testing|verify)(\.|$)"
+)
 MAX_LINES = 900  # 200 to 600 are usual: a file holds one idea that has a name in the field
 CHECKPOINT_LIBRARY = "torch.distributed.checkpoint"
 TORCH_PRIVATE = {
     f"flextrain.core.{name}_private"
-    for name in ("torch", "dtensor", "group", "module_copy", "rehearsing", "checkpoint.dcp")
+    for name in (*(f"torch_compat.{what}" for what in ("torch", "dtensor", "group", "rehearsing")), "checkpoint.dcp")
 }
 CHECKPOINT_HOME = re.compile(r"flextrain\.core\.checkpoint(\.|$)")
 # They talk to the other processes, or write a file for each; anybody else asks strategy.topology what a process is.
@@ -50,7 +52,7 @@ def sources() -> dict[str, str]:
 
 
 def layer_of(module: str) -> str | None:
-    """ "core" for ``flextrain.core.device``; None for the front door and for foreign modules."""
+    """ "core" for ``flextrain.core.device.device``; None for the front door and for foreign modules."""
     parts = module.split(".")
     return parts[1] if parts[0] == "flextrain" and len(parts) > 1 and parts[1] in LAYERS else None
 
@@ -269,8 +271,8 @@ SCALER = "from torch.amp import GradScaler\nclass A(GradScaler):\n"
         (upward_imports, "optim.p.__init__", "from ...strategies import base", "imports flextrain.strategies.base"),
         (named_strategies, "runner.a", "if x:\n    y = 'DDPStrategy'", ":2 names DDPStrategy"),
         (named_strategies, "optim.a", "def f():\n    return 1  # for DDPStrategy", ":2 names DDPStrategy"),
-        (named_strategies, "tools.a", "NAMES = {'ddp': 'DDPStrategy'}", ":1 names DDPStrategy"),
-        (named_strategies, "tools.a.b", "from ...strategies.ddp import DDPStrategy", "names DDPStrategy"),
+        (named_strategies, "plan.a", "NAMES = {'ddp': 'DDPStrategy'}", ":1 names DDPStrategy"),
+        (named_strategies, "plan.a.b", "from ...strategies.ddp import DDPStrategy", "names DDPStrategy"),
         (named_strategies, "commands.a", "help = 'such as DDPStrategy'", "names DDPStrategy"),
         (named_strategies, "testing.a", "from ..strategies.ddp import f", "imports flextrain.strategies.ddp.f"),
         (named_strategies, "runner.a", "from ..strategies import ddp", "imports flextrain.strategies.ddp"),
@@ -325,7 +327,7 @@ def test_the_lints_allow_what_is_allowed() -> None:
         "flextrain.core.checkpoint": DCP,
         "flextrain.__init__": "from .strategies.ddp import DDPStrategy",
         "flextrain.testing.a": "from ..strategies.base import Strategy",
-        "flextrain.core.torch_private": "import torch._utils",
+        "flextrain.core.torch_compat.torch_private": "import torch._utils",
         "flextrain.core.b": "import torch\nclass A:\n    def f(self): self._step()\n    def _step(self): torch.__version__",
         "flextrain.core.c": "from .b import A\nclass B(A):\n    def g(self): self._step()",
     }

@@ -12,7 +12,7 @@ import pytest
 import flextrain
 from flextrain.cli import main
 from flextrain.commands.list_names import registries
-from flextrain.core.registry import Registry
+from flextrain.core.base.registry import Registry
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,6 +123,6 @@ def test_broken_third_party_name_is_shown(capsys: pytest.CaptureFixture[str], mo
         raise OSError("its library is missing")
 
     broken.add_lookup(lookup, lambda: ["Broken"])
-    monkeypatch.setattr("flextrain.core.registry.STRATEGIES", broken)
+    monkeypatch.setattr("flextrain.core.base.registry.STRATEGIES", broken)
     assert main(["list", "strategies", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"Broken": "cannot be loaded: its library is missing"}

@@ -18,9 +18,10 @@ import pytest
 from rich.console import Console
 
 from flextrain.cli import main
-from flextrain.core import horovod
-from flextrain.tools.doctor import INSTALL_CANN, OPTIONAL, REQUIRED, Diagnosis, Machine, count_devices, examine
-from flextrain.tools.doctor.package_probe import strategy_facts
+from flextrain.core.base import errors as horovod
+from flextrain.doctor.machine import OPTIONAL, REQUIRED, Machine
+from flextrain.doctor.package_probe import strategy_facts
+from flextrain.doctor.report import INSTALL_CANN, Diagnosis, count_devices, examine
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """

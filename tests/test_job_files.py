@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from flextrain.core.config import validate
-from flextrain.runner.options import Environment, PreemptionOptions
-from flextrain.runner.watchdog.limits import WatchdogOptions
-from flextrain.tools.elastic.command_line import read_options
+from flextrain.core.base.config import validate
+from flextrain.elastic.command_line import read_options
+from flextrain.runner.options import Environment, PreemptionOptions, WatchdogOptions
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "clusters"

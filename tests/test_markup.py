@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from flextrain.commands.output import console
-from flextrain.tools.doctor import Diagnosis
-from flextrain.tools.doctor.strategies import StrategyStatus
+from flextrain.doctor.report import Diagnosis, StrategyStatus
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ["core", "optim", "strategies", "runner", "flextrain", "examples", "benchmarks"]
@@ -48,7 +47,7 @@ def complaints(source: str) -> Iterator[str]:
         if name == "update" and _is_status(node.func) and not all(map(_is_safe, node.args)):
             yield f"line {node.lineno}: a status reads markup, give it a Text"
         if prints_itself and _is_row(node.func) and not all(map(_is_safe, node.args)):
-            yield f"line {node.lineno}: somebody else's console prints this, flextrain.tools.markup.add_row shows it as it is"
+            yield f"line {node.lineno}: somebody else's console prints this, flextrain.tables.add_row shows it as it is"
         if prints_itself and name in ("Table", "Column"):
             texts = [*node.args, *(value for key, value in given.items() if key in ("title", "caption", "header"))]
             if not all(map(_is_safe, texts)):

@@ -12,8 +12,8 @@ import pytest
 from packaging.version import Version
 
 import flextrain
+from flextrain.core.base.deprecation import deprecated, warn_deprecated
 from flextrain.core.checkpoint.manifest import VERSION
-from flextrain.core.deprecation import deprecated, warn_deprecated
 
 from .public_api import RECORD, lines
 from .test_architecture import sources
@@ -40,7 +40,7 @@ def verdict(old: list[str], new: list[str]) -> str:
     if gone:
         advice.append(
             "Lines with - are public, and users' code may need them. Keep what they had, and deprecate it with "
-            "core/deprecation.py (docs/policy.md says for how long). A new parameter with a default changes a line too: that is "
+            "core/base/deprecation.py (docs/policy.md says for how long). A new parameter with a default changes a line too: that is "
             "no break if it comes last or by keyword only."
         )
     if come:

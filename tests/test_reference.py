@@ -12,13 +12,13 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import flextrain
-from flextrain.core.errors import FlexTrainError
-from flextrain.core.registry import REGISTRIES
-from flextrain.runner.arguments import check_everything
-from flextrain.tools.reference import Entry, catalogue, find, near
-from flextrain.tools.reference.dataloader import DATALOADER_KEYS
-from flextrain.tools.reference.docstrings import read_docstring
-from flextrain.tools.reference.registry_kinds import KINDS
+from flextrain.core.base.errors import FlexTrainError
+from flextrain.core.base.registry import REGISTRIES
+from flextrain.reference.catalogue import DATALOADER_KEYS, catalogue, find, near
+from flextrain.reference.describe import read_docstring
+from flextrain.reference.entry import Entry
+from flextrain.reference.examples import KINDS
+from flextrain.runner.config import check_everything
 
 PUBLIC = sorted(set(Path(__file__).with_name("public_names.txt").read_text().split()))
 PACKAGES = {"flextrain", "torch", "deepspeed", "torch_npu", "torchmetrics", "torchvision", "optuna"}

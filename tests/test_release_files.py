@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flextrain.core.events import EVENTS
+from flextrain.core.base.events import EVENTS
 
 ROOT = Path(__file__).parents[1]
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))

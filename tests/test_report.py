@@ -17,13 +17,12 @@ import pytest
 
 from flextrain import Hook
 from flextrain.cli import main
-from flextrain.core.events import append_event
-from flextrain.tools.report import report_files
-from flextrain.tools.report.figures import figures, thinned
-from flextrain.tools.report.markdown import markdown
-from flextrain.tools.report.recorded_run import Curve, RecordedRun, recorded_run
-from flextrain.tools.report.run_facts import facts_of, state_of
-from flextrain.tools.report.run_page import page
+from flextrain.core.base.events import append_event
+from flextrain.report import report_files
+from flextrain.report.curve_charts import figures, thinned
+from flextrain.report.recorded_run import Curve, RecordedRun, recorded_run
+from flextrain.report.run_facts import facts_of, markdown, state_of
+from flextrain.report.run_page import page
 
 from .runner.conftest import make_run
 

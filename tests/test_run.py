@@ -23,14 +23,21 @@ from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from flextrain.cli import main
-from flextrain.core.errors import ConfigError
-from flextrain.core.events import append_event, read_events
-from flextrain.core.supervision import JOB, PROGRESS, RESTARTS, Progress, ProgressFile, read_progress
-from flextrain.core.torch_private import watched_agent
-from flextrain.tools.elastic.command_line import DEFAULT_RESTARTS, OPTIONS, read_options
-from flextrain.tools.elastic.launching import Supervisor, _parsed
-from flextrain.tools.elastic.starts import Fault, History, failure_elsewhere, failure_of
-from flextrain.tools.elastic.summary import summary
+from flextrain.core.base.errors import ConfigError
+from flextrain.core.base.events import (
+    JOB,
+    PROGRESS,
+    RESTARTS,
+    Progress,
+    ProgressFile,
+    append_event,
+    read_events,
+    read_progress,
+)
+from flextrain.core.torch_compat.torch_private import watched_agent
+from flextrain.elastic.command_line import DEFAULT_RESTARTS, OPTIONS, read_options
+from flextrain.elastic.launching import Supervisor, _parsed, summary
+from flextrain.elastic.starts import Fault, History, failure_elsewhere, failure_of
 
 # Options
 

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from flextrain.cli import main
-from flextrain.core.registry import HOOKS, registrations_undone
+from flextrain.core.base.registry import HOOKS, registrations_undone
 from flextrain.runner.hooks import Hook
 
 
@@ -60,7 +60,7 @@ def test_in_a_pipe_an_argument_is_one_line(capsys: pytest.CaptureFixture[str], m
         ("torch.optim.AdamW", ["weight_decay  float"]),
         ("StrategyConfig", ["flextrain.strategies", "timeout_s"]),
         ("Needs", ["packages", "processes"]),
-        ("TrainStep", ["flextrain.strategies.steps:TrainStep"]),
+        ("TrainStep", ["flextrain.strategies.base:TrainStep"]),
         ("hooks", ["EarlyStoppingHook", "Stops training"]),
         ("verify", ["usage: flextrain verify"]),
         ("launch", ["nprocs  int, must be given", "LaunchError: a process failed"]),

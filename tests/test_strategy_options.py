@@ -3,8 +3,8 @@
 import pytest
 
 from flextrain import DDPStrategy, FSDPStrategy
-from flextrain.core.errors import ConfigError
-from flextrain.tools.strategy_options import names_in, strategy_options
+from flextrain.core.base.errors import ConfigError
+from flextrain.strategy_options import names_in, strategy_options
 
 FSDP = dict(
     type="FSDPStrategy",

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from flextrain.commands.output import console as of_commands
-from flextrain.tools.tables import WIDEST, FittedTable
+from flextrain.tables import WIDEST, FittedTable
 
 ROWS = [
     ("DeepSpeedStrategy\nzero0, zero3", "yes", "torch.distributed, deepspeed (pip install 'flextrain[deepspeed]')"),

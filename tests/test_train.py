@@ -15,8 +15,7 @@ import torch
 from flextrain import Config, ConfigError, FlexibleRunner
 from flextrain.cli import main
 from flextrain.core.checkpoint import Checkpoint
-from flextrain.tools.configured import is_config_file
-from flextrain.tools.script import runner_arguments
+from flextrain.user_script import is_config_file, runner_arguments
 
 FILES = {
     "downstream/__init__.py": "",

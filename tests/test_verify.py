@@ -18,9 +18,9 @@ from flextrain import STRATEGIES, ConfigError
 from flextrain.cli import main
 from flextrain.runner.data.user_loaders import batch_size
 from flextrain.testing import WorkerError, WorkerGroup
-from flextrain.tools.script import runner_arguments
-from flextrain.tools.shared_batches import shared_loader
-from flextrain.tools.verify import FirstDifference, Row, VerifyReport, verify
+from flextrain.user_script import runner_arguments
+from flextrain.verify.parity import shared_loader
+from flextrain.verify.verify import FirstDifference, Row, VerifyReport, verify
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_classifier.py"
 WorkerFactory = Callable[[int], WorkerGroup]
@@ -461,7 +461,7 @@ def test_the_command_prints_json_and_its_status_tells(
     script: str, group: WorkerGroup, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The session's processes: others would take longer to start than everything else here.
-    monkeypatch.setattr("flextrain.tools.verify.WorkerGroup", lambda *args, **kwargs: Lent(group))
+    monkeypatch.setattr("flextrain.verify.verify.WorkerGroup", lambda *args, **kwargs: Lent(group))
     options = ["--strategies", "ddp, AveragesTwice", "--steps", "2", "--json"]
     status = main(["verify", script, *options, "--", "--optimizer", "AdamW"])
     report = json.loads(capsys.readouterr().out)

@@ -13,7 +13,7 @@ from .private_names import parsed
 from .test_architecture import Sources, sources
 
 HOMES = {
-    "set_epoch": ("flextrain.runner.data.epochs", "tell_epoch() and tell_loader_epoch() call it"),
+    "set_epoch": ("flextrain.runner.data.samplers", "tell_epoch() and tell_loader_epoch() call it"),
     "optim.state.": ("flextrain.optim.canonical", "import STATE, or split_key()"),
     "optim.group.": ("flextrain.optim.canonical", "import GROUP, or split_key()"),
 }
@@ -56,7 +56,7 @@ SAME_FILE_NAME = {
 }
 """File names that several folders have, and mean alike."""
 
-SAME_CLASS_NAME = {"Config": ["flextrain.core.config", "flextrain.core.config_files.config_file"]}
+SAME_CLASS_NAME = {"Config": ["flextrain.core.base.config", "flextrain.core.config_files.config_file"]}
 """Names that two classes have for a reason: a file's contents have MMEngine's name, and a component's options had it before."""
 
 

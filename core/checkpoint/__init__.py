@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from .chunks import FlatShard
 from .directory import find_latest, is_checkpoint, mark_latest, remove_checkpoint
 from .export.dcp_folder import export_dcp
 from .export.hugging_face import export_hugging_face
 from .export.weights import export_weights
-from .flat_shard import FlatShard
-from .load.checkpoint import Checkpoint
-from .load.prefixes import without_prefix
-from .load.weights import MatchReport, match_weights, open_weights, open_weights_together
-from .newest import complete_ones, iteration_of, newest_complete
-from .nonfinite_mark import is_marked, passed_over, what_is_not_finite
-from .paths import as_path, is_local, make_writable
-from .save.pending import PendingSave
-from .save.saving import save_checkpoint, save_in_background
-from .save.staging import Staging
+from .folders import as_path, is_local, make_writable
+from .load import Checkpoint, complete_ones, is_marked, iteration_of, newest_complete, passed_over, what_is_not_finite
+from .save import PendingSave, Staging, save_checkpoint, save_in_background
+from .weights import MatchReport, match_weights, open_weights, open_weights_together, without_prefix
 
 __all__ = [
     "Checkpoint",

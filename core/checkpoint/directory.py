@@ -26,11 +26,10 @@ from typing import Any
 
 import xxhash
 
-from ..errors import CheckpointError
-from ..heartbeat import heartbeat
+from ..base.errors import CheckpointError
+from ..base.events import heartbeat
+from .folders import SHARD, as_path, is_local, reaching, remove_tree
 from .manifest import MANIFEST, VALUES, AnyManifest, FileEntry, is_newer, manifest_in
-from .names_in_files import SHARD
-from .paths import as_path, is_local, reaching, remove_tree
 from .untrusted import MAX_JSON_BYTES, read_name, sibling
 
 LATEST = "latest"

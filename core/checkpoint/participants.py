@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from ..base.errors import CheckpointError, StorageError
+from ..comm.agreement import collect, roll_call
 from ..comm.collectives import broadcast_object, gather_object, get_rank, get_world_size
-from ..comm.exchanges import collect
-from ..comm.matched_calls import roll_call
-from ..errors import CheckpointError, StorageError
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,12 +22,53 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
-from ..stored_dtypes import DTYPE_NAMES, DTYPES, PAIRS, as_stored
+from ..base.errors import CheckpointError
+from ..base.events import heartbeat
+from ..base.tensors import DTYPE_NAMES, DTYPES, PAIRS, as_stored
 from .directory import check_length, write_file
-from .load.partial_read import Fetch, Slices
 from .manifest import FileEntry
 from .untrusted import MAX_JSON_BYTES, one_line
+
+# Read parts of tensors from an open file.
+
+
+Slices = tuple[slice, ...]
+
+
+class Fetch:
+    """Reads parts of tensors from one file: ``fetch(name, slices)``.
+
+    Args:
+        path: the file, for messages.
+        read: function that reads a part of a tensor.
+    """
+
+    def __init__(self, path: Path, read: Callable[[str, Slices], Tensor]) -> None:
+        self.path, self._read = path, read
+
+    def __call__(self, name: str, slices: Slices) -> Tensor:
+        """Read a part of the tensor ``name``."""
+        return self._read(name, slices)
+
+    def check(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        """Check that the file has ``name`` as the index says; a file without an index of its own is the index itself.
+
+        Raises:
+            CheckpointError: dtype or shape differ, so that other elements would be read, or rounded ones.
+        """
+
+    def fill(self, name: str, slices: Slices, target: Tensor) -> None:
+        """Copy a part of a tensor into ``target``, which may have any shape of as many elements, any dtype and device.
+
+        Raises:
+            CheckpointError: the number of elements differs.
+        """
+        found = self(name, slices)
+        if found.numel() != target.numel():
+            raise CheckpointError(f"{self.path}: is damaged, it has another shape of {name}")
+        target.copy_(found.view(target.shape))
+        heartbeat()
+
 
 # Size of the buffer for a tensor that has to be converted or moved to a device.
 _BLOCK_BYTES = 2**24

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from ..base.errors import CheckpointError
 
 # Enough for plain values and for names and shapes; larger data should be tensors.
 MAX_JSON_BYTES = 256 * 2**20

@@ -17,12 +17,12 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from ..rehearsing import rehearsing
-from ..torch_private import default_store
-from .interface import choose_interface
-from .rendezvous import host_of, store_of_group
+from ..base.rehearsing import rehearsing
+from ..torch_compat.torch_private import default_store
+from .rendezvous import choose_interface, host_of, store_of_group
 
 # A gloo thread needs the GIL to release the tensor that it has just sent, shortly after the collective has returned.
 # An interpreter that exits meanwhile aborts ("terminate called without an active exception"). torch before 2.8
@@ -383,7 +383,7 @@ def destroy_process_group() -> None:
         _side_groups.pop(dist.group.WORLD, None)
         dist.destroy_process_group()
         if "torch.distributed.tensor" in sys.modules:
-            from ..dtensor_private import forget_meshes  # which imports it
+            from ..torch_compat.dtensor_private import forget_meshes  # which imports it
 
             forget_meshes()
 
@@ -405,3 +405,31 @@ def leave_at_exit() -> None:
     # Started now, because Python 3.12 starts no thread while the interpreter exits.
     threading.Thread(target=leave, name="flextrain-leave", daemon=True).start()
     atexit.register(wait)
+
+
+# Broadcast a model's parameters and buffers from rank 0, and find the buffers that can be averaged.
+
+
+def share_weights(model: nn.Module, parameters: Iterable[Tensor] | None = None) -> None:
+    """Broadcast rank 0's parameters and buffers, except those on the meta device; every process must call it.
+
+    Args:
+        model: the module that has them.
+        parameters: the parameters of which each process holds the whole; default: all.
+    """
+    tensors = (*(model.parameters() if parameters is None else parameters), *model.buffers())
+    broadcast_tensors([tensor for tensor in tensors if not tensor.is_meta])
+
+
+def floating_buffers(model: nn.Module) -> list[Tensor]:
+    """The buffers that can be averaged; others (counters, masks) are equal on all, or do not affect training.
+
+    Of a DTensor it is what this process holds of it, on the same memory.
+    """
+    found = [buffer for buffer in model.buffers() if can_be_averaged(buffer)]
+    return [buffer.to_local() if isinstance(buffer, DTensor) else buffer for buffer in found]
+
+
+def can_be_averaged(buffer: Tensor) -> bool:
+    """Whether a buffer holds numbers of which a mean has a meaning."""
+    return buffer.is_floating_point() or buffer.is_complex()

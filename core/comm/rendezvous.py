@@ -2,19 +2,191 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import ipaddress
+import logging
 import os
 import socket
+import struct
 import sys
 import time
+from collections.abc import MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import LaunchError, counted
-from ..process_variables import each_process_has
-from .addresses import is_own, resolve
+from ..base.errors import LaunchError, counted
+
+# Addresses of this machine: whether one is its own, how it reaches another machine, and by which interface.
+
+
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+_NAME_LENGTH = 16
+
+
+def resolve(host: str) -> list[str]:
+    """The addresses of ``host``, the preferred one first.
+
+    Raises:
+        OSError: there are none.
+    """
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # an empty label, or one of more than 63 letters
+        raise socket.gaierror(socket.EAI_NONAME, str(error)) from error
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def is_own(host: str) -> bool:
+    """Whether one of the addresses of ``host`` belongs to this machine; False too if the name is unknown."""
+    with contextlib.suppress(OSError):
+        return any(_can_bind(address) for address in resolve(host))
+    return False
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine itself can be reached at ``address``."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def own_address_towards(host: str) -> str | None:
+    """The own address from which this machine would send to ``host``; None if it knows no way. Nothing is sent."""
+    with contextlib.suppress(OSError):
+        for address in resolve(host):
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((address, 9))
+                return str(probe.getsockname()[0])
+    return None
+
+
+def own_name_is_loopback() -> bool:
+    """Whether gloo, which takes the address of the machine's own name, would take one that others cannot reach."""
+    try:
+        usable = [address for address in resolve(socket.gethostname()) if _can_bind(address)]
+    except OSError:
+        return True  # gloo takes 127.0.0.1 then
+    return not usable or is_loopback(usable[0])
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the network interface with this address; None where it cannot be found, as on other systems than Linux."""
+    if sys.platform != "linux":
+        return None
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    if wanted.version == 6:
+        return _interface_of_ipv6(wanted.packed.hex())
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            request = struct.pack(f"{_NAME_LENGTH}s24x", name.encode())
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                reply = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)
+                if reply[_NAME_LENGTH + 4 : _NAME_LENGTH + 8] == wanted.packed:
+                    return name
+    return None
+
+
+def _interface_of_ipv6(digits: str) -> str | None:
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.split()[-1] for line in lines if line.split()[0] == digits), None)
+
+
+def _can_bind(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return True
+    return False
+
+
+# The network interface that gloo uses between machines.
+
+
+_logger = logging.getLogger("flextrain")
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+def choose_interface(store: Any, master: str, rank: int, world_size: int) -> None:
+    """Set GLOO_SOCKET_IFNAME if gloo would give its peers an address that they cannot reach; a collective.
+
+    gloo listens at the address of the machine's own name. Debian's /etc/hosts gives 127.0.1.1 for it, and processes on
+    other machines would then look for this one on their own. Nothing changes where the variable is set, where the own
+    name has an address that others reach, or where all processes are on one machine.
+
+    Args:
+        store: one whose keys no other process group uses.
+        master: name or address of rank 0's machine.
+    """
+    address = own_address_towards(master) or ""
+    # All tell, because on rank 0's machine the master's name may stand for 127.0.1.1 too: it needs another one's address.
+    store.set(f"address/{rank}", address)
+    if os.environ.get(VARIABLE) or not own_name_is_loopback():
+        return
+    if not address or is_loopback(address):
+        others = (text.decode() for text in store.multi_get([f"address/{other}" for other in range(world_size)]))
+        away = next((other for other in others if other and not is_loopback(other)), None)
+        address = (away and own_address_towards(away)) or ""
+    if not address or is_loopback(address) or (name := interface_of(address)) is None:
+        return
+    os.environ[VARIABLE] = name
+    _logger.warning(
+        "%s is set to %s (%s) for gloo, because this machine's own name stands for an address that other machines cannot "
+        "reach; set the variable yourself to choose another interface",
+        VARIABLE,
+        name,
+        address,
+    )
+
+
+# Variables that a process has once: simulated ranks, which share a process, exchange them when their turns change.
+#
+# Reading and writing such a variable costs nothing more than any other: a module only says, once, that it is one.
+
+
+@dataclass(frozen=True)
+class ProcessVariable:
+    """An attribute of a module, class or object, or an item of a dict; ``initial`` is its value before any rank ran."""
+
+    owner: Any
+    name: str
+    initial: Any
+
+    def get(self) -> Any:
+        """The value; a list or dict is copied, because the next rank shall not change this one's."""
+        owner = self.owner
+        return _copied(owner[self.name] if isinstance(owner, MutableMapping) else vars(owner)[self.name])
+
+    def set(self, value: Any) -> None:
+        """Put a value in its place."""
+        if isinstance(self.owner, MutableMapping):
+            self.owner[self.name] = _copied(value)
+        else:
+            setattr(self.owner, self.name, _copied(value))
+
+
+PROCESS_VARIABLES: list[ProcessVariable] = []
+"""Those of the modules that are imported so far."""
+
+
+def each_process_has(owner: Any, *names: str) -> None:
+    """Note that variables belong to a process, not to what it computes with; ``owner`` may be a module, class or dict."""
+    for name in names:
+        value = owner[name] if isinstance(owner, MutableMapping) else vars(owner)[name]
+        PROCESS_VARIABLES.append(ProcessVariable(owner, name, _copied(value)))
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if type(value) in (list, dict, set) else value
+
 
 _GO, _OVER, _LEFT, _ASKED = "go", "over", "left ", "asked "
 _JOB = "flextrain/job"

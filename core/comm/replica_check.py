@@ -11,11 +11,11 @@ import numpy as np
 import xxhash
 from torch import Tensor
 
-from ..errors import DivergenceError, counted
-from ..fingerprints import fingerprints, of_name, replica_of
-from ..torch_private import version_of
+from ..base.errors import DivergenceError, counted
+from ..base.tensors import fingerprints, of_name, replica_of
+from ..torch_compat.torch_private import version_of
+from .agreement import all_same, gather_digests
 from .collectives import broadcast_object, gather_object, get_world_size, side_group
-from .exchanges import all_same, gather_digests
 
 _MOST_RANKS = 8  # in messages
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as torch_dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Replicate
 
-from ..errors import StrategyError
-from ..rehearsing import rehearsing
+from ..base.errors import ConfigError, StrategyError
+from ..base.rehearsing import rehearsing
 from . import collectives as dist
 
 _MOST_SHOWN = 16  # in a message
@@ -154,3 +160,134 @@ class Topology:
             f"(index, count) of the data and reports are {shown} over the processes; all need the same count, and each shard one "
             "process that reports"
         )
+
+
+# gather_with_gradient: the rows of all shards of a global batch, for losses in which samples meet each other.
+
+
+@dataclass
+class _Here:
+    """What a process is to the others: its shard of the data, whether its rows count, and why it must not gather."""
+
+    data: DataShard
+    counts: bool = True
+    why_not: str = ""
+
+
+_here: weakref.WeakKeyDictionary[Any, _Here] = weakref.WeakKeyDictionary()  # by the default process group
+
+
+def use_shard(data: DataShard) -> None:
+    """Let this process gather from those with the other shards of the data; called by its strategy."""
+    if dist.is_initialized():
+        _here[torch_dist.group.WORLD] = _Here(data)
+
+
+def gather_with_gradient(tensor: Tensor) -> Tensor:
+    """Return the rows of all processes that train on different data, in the order of their shards.
+
+    For losses of which a sample is not alone part: in-batch negatives (CLIP, SimCLR). Let ``forward`` compute the loss of all
+    rows, on every process. The gradients of the rows are added over the processes on their way back, and strategies average those
+    of parameters, so that an update is that of one device with the whole batch. Micro-batches of a window do not meet.
+
+    A collective: every process calls it equally often. Of one process, the tensor itself. Without gradients, as in evaluation,
+    the same rows; the repeated batch of a process that has none left is not among those of the others.
+
+    Example:
+        images, texts = gather_with_gradient(image_rows), gather_with_gradient(text_rows)
+        loss = F.cross_entropy(images @ texts.T / 0.07, torch.arange(len(images)))
+
+    Args:
+        tensor: one row for each sample. Processes may have different numbers of rows.
+
+    Raises:
+        ConfigError: on every process, if rows differ in shape or dtype, or if processes do not run forward together.
+    """
+    rows_of: Any = tensor  # a user may give anything
+    if not isinstance(rows_of, Tensor) or rows_of.dim() == 0:
+        given = "a 0-dim tensor" if isinstance(rows_of, Tensor) else type(rows_of).__name__
+        raise ConfigError(f"gather_with_gradient: {given} is not allowed, give a tensor with a row for each sample")
+    if not dist.is_initialized():
+        return tensor
+    here = _here.get(torch_dist.group.WORLD) or _Here(DataShard())
+    if here.data.count == 1:
+        return tensor
+    if here.why_not:
+        raise ConfigError(f"gather_with_gradient: {here.why_not}")
+    if isinstance(tensor, DTensor):  # as under tensor parallelism
+        mesh = tensor.device_mesh
+        if len({*mesh.mesh.flatten().tolist()} & {*here.data.ranks}) > 1:
+            raise ConfigError("gather_with_gradient: the tensor is spread over processes that train on different data")
+        gathered = gather_with_gradient(tensor.full_tensor())
+        return DTensor.from_local(gathered, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    rows, counts = _rows_of_all(tensor, here)
+    return _Gathered.apply(tensor, rows, counts, here.data)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def gathering(counts: bool) -> Iterator[None]:
+    """Context of a forward that all processes run; the others get none of this one's rows unless these count."""
+    yield from _with(counts=counts, why_not="")
+
+
+@contextmanager
+def gathering_refused(why: str) -> Iterator[None]:
+    """Context of a forward that other processes do not run with this one; ``why`` is for the message."""
+    yield from _with(why_not=why)
+
+
+def _with(**change: Any) -> Iterator[None]:
+    here = _here.get(torch_dist.group.WORLD) if dist.is_initialized() else None
+    if here is None:
+        yield
+        return
+    before = dict(vars(here))
+    vars(here).update(change)
+    try:
+        yield
+    finally:
+        vars(here).update(before)
+
+
+def _rows_of_all(tensor: Tensor, here: _Here) -> tuple[list[int], list[bool]]:
+    """Return how many rows each process has, and whether they count; a message between hosts, no device waits."""
+    if rehearsing():
+        return [len(tensor)] * here.data.count, [True] * here.data.count
+    kind = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape[1:])}".encode())
+    own = torch.tensor([len(tensor), here.counts, kind], dtype=torch.int64, device="cpu")
+    found = [each.tolist() for each in dist.all_gather(own, here.data.group)]
+    for index, (_, _, other) in enumerate(found):
+        if other != found[0][2]:
+            raise ConfigError(
+                f"gather_with_gradient: the rows of shard {index} of the data have another shape or dtype than those of shard 0; "
+                f"here they are {tensor.dtype} {list(tensor.shape[1:])}"
+            )
+    return [rows for rows, _, _ in found], [bool(counts) for _, counts, _ in found]
+
+
+class _Gathered(torch.autograd.Function):
+    """The rows of all; backward adds the gradients that all processes have of them, and keeps those of the own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, rows: list[int], counts: list[bool], data: DataShard) -> Tensor:
+        seen = [count if counts[i] or i == data.index else 0 for i, count in enumerate(rows)]
+        ctx.seen, ctx.own_counts, ctx.data = seen, counts[data.index], data
+        missing = max(rows) - len(tensor)
+        padded = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor.contiguous()
+        parts = dist.all_gather(padded, data.group)
+        return torch.cat([part[:count] for part, count in zip(parts, seen, strict=True)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        index, parts = ctx.data.index, list(torch.split(grad, ctx.seen))
+        own = parts[index]
+        if not ctx.own_counts:  # the others do not have these rows, and nothing may come of them
+            parts[index] = own[:0]
+        # A sum of many processes in half precision would lose what each of them adds.
+        total = torch.cat(parts).to(torch.promote_types(grad.dtype, torch.float32))
+        dist.all_reduce(total, "sum", ctx.data.group)
+        if not ctx.own_counts:
+            return torch.zeros_like(own), None, None, None
+        first = sum(ctx.seen[:index])
+        return total[first : first + len(own)].to(grad.dtype), None, None, None

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from .cfg_options import DictAction, parse_option, parse_options
-from .config_dict import ConfigDict
-from .config_file import Config, read_base
-from .located_errors import located
-from .merging import path_text
-from .origins import Origins, ValueOrigin
+from .config_dict import ConfigDict, Origins, ValueOrigin, path_text
+from .config_file import Config, DictAction, located, parse_option, parse_options, read_base
 from .reading import SUFFIXES
 
 __all__ = [

@@ -2,23 +2,145 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import difflib
 import importlib
+import inspect
+import json
+import keyword
 import logging
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import ConfigError, one_of
-from .config_dict import ConfigDict, builtin
-from .lazy_imports import LazyImport
-from .merging import merge, nested
-from .origins import Key, Origins, ValueOrigin
+from ..base.errors import ConfigError, one_of
+from .config_dict import ConfigDict, Key, LazyImport, Origins, ValueOrigin, builtin, merge, nested, path_text
+from .python_files import TEMPLATE
 from .reading import SUFFIXES, FileReader
-from .writing import as_json, as_python, as_yaml
+
+# Configurations as text: a Python file, YAML, JSON.
+
+
+_WIDTH = 100
+
+
+def as_python(values: Mapping[str, Any]) -> str:
+    """A Python file that assigns the values; it reads as the same ones.
+
+    Raises:
+        ConfigError: a value is an object that no text stands for, or a name is no name of Python.
+    """
+    lines = []
+    for name, value in values.items():
+        if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("__"):
+            raise ConfigError(f"{name}: is no name of Python, so that no .py file can hold it; give another suffix")
+        lines.append(f"{name} = {_python(value, (name,), 0, len(name) + 3)}\n")
+    return "".join(lines)
+
+
+def _python(value: Any, path: tuple[Key, ...], indent: int, before: int) -> str:
+    """``value`` as an expression; in lines of ``_WIDTH`` characters, of which ``before`` are taken in the first."""
+    if type(value) not in (dict, list, tuple):
+        return _single(value, path)
+    items, opening, closing = _items(value, path, indent + 4)
+    short = f"{opening}{', '.join(items)}{',' if type(value) is tuple and len(value) == 1 else ''}{closing}"
+    if "\n" not in short and before + indent + len(short) <= _WIDTH:
+        return short
+    margin = " " * (indent + 4)
+    return opening + "\n" + "".join(f"{margin}{item},\n" for item in items) + " " * indent + closing
+
+
+def _items(value: Any, path: tuple[Key, ...], indent: int) -> tuple[list[str], str, str]:
+    if type(value) is not dict:
+        texts = [_python(item, (*path, number), indent, 1) for number, item in enumerate(value)]
+        return texts, *("[]" if type(value) is list else "()")
+    if all(isinstance(key, str) and key.isidentifier() and not keyword.iskeyword(key) for key in value):
+        return [f"{k}={_python(item, (*path, k), indent, len(k) + 2)}" for k, item in value.items()], "dict(", ")"
+    texts = []
+    for key, item in value.items():
+        name = _single(key, (*path, str(key)))
+        texts.append(f"{name}: {_python(item, (*path, key), indent, len(name) + 3)}")
+    return texts, "{", "}"
+
+
+def _single(value: Any, path: tuple[Key, ...]) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if value is None or type(value) in (bool, int, float, bytes):
+        return repr(value)
+    text = repr(_text(value, path))
+    # Braces that would be filled in when the file is read.
+    return text.replace("{{", "{\\x7b") if TEMPLATE.search(text) else text
+
+
+def _text(value: Any, path: tuple[Key, ...]) -> str:
+    """A string, or the text that stands for a class, a function or a path."""
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Path):
+        return str(value)
+    if (inspect.isclass(value) or inspect.isroutine(value)) and "<" not in value.__qualname__:
+        return f"{value.__module__}:{value.__qualname__}"
+    named = type(value).__module__, str(value)
+    if named[0] == "torch" and named[1].startswith("torch."):  # torch.bfloat16
+        return named[1]
+    raise ConfigError(f"{path_text(path)}: {type(value).__name__} is an object, for which no text stands")
+
+
+def as_json(values: Mapping[str, Any]) -> str:
+    """JSON; tuples are lists in it.
+
+    Raises:
+        ConfigError: a value is an object that no text stands for, or a key is no string.
+    """
+    return json.dumps(_data(values, (), strings_only=True), indent=2, ensure_ascii=False) + "\n"
+
+
+def as_yaml(values: Mapping[str, Any]) -> str:
+    """YAML; tuples are lists in it.
+
+    Raises:
+        ConfigError: a value is an object that no text stands for.
+    """
+    import yaml
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    # Strings that are numbers for the reader, which PyYAML would write without quotes.
+    Dumper.add_representer(str, _yaml_string)
+    return str(yaml.dump(_data(values, ()), Dumper=Dumper, sort_keys=False, allow_unicode=True))
+
+
+def _yaml_string(dumper: Any, text: str) -> Any:
+    try:
+        float(text)
+        style = "'"
+    except ValueError:
+        style = None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+def _data(value: Any, path: tuple[Key, ...], *, strings_only: bool = False) -> Any:
+    if isinstance(value, dict):
+        for key in value:
+            if strings_only and not isinstance(key, str):
+                raise ConfigError(f"{path_text((*path, key))}: JSON has keys that are strings, write .py or .yaml")
+        return {key: _data(item, (*path, key), strings_only=strings_only) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_data(item, (*path, number), strings_only=strings_only) for number, item in enumerate(value)]
+    if value is None or type(value) in (bool, int, float):
+        return value
+    text = _text(value, path)
+    if TEMPLATE.search(text):
+        raise ConfigError(f"{path_text(path)}: {text!r} would be filled in when it is read, write .py")
+    return text
+
 
 logger = logging.getLogger("flextrain")
 _RESERVED = ("filename", "text", "pretty_text", "env_variables")
@@ -318,3 +440,114 @@ Mapping.register(Config)
 def read_base() -> Iterator[None]:
     """Marks the imports of other configuration files in one of pure Python: ``with read_base(): from .base import *``."""
     yield
+
+
+# Errors about values of a configuration, with the file and line, or the option, that the value comes from.
+
+
+@contextmanager
+def located(config: Any) -> Iterator[None]:
+    """Context in which a ConfigError about a key of ``config`` gets the file and line of its value in front.
+
+    Any other error, and any other kind of configuration, is left as it is.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        path = error.path
+        if path[:1] == ("cfg",) and isinstance(config, Config) and "cfg" not in config:
+            path = path[1:]  # the runner's argument, which is the configuration itself
+        origin = config.origin(*path) if isinstance(config, Config) and path else None
+        if origin is None or error.origin is not None:
+            raise
+        error.say_where(str(origin))
+        raise
+
+
+# Options of the command line, ``key.in.config=value``: how values are read, and the action for argparse.
+
+
+def parse_option(text: str, where: str = "cfg-options") -> Any:
+    """Return the value that an option's text stands for.
+
+    Numbers, ``True``, ``False`` (in any case) and ``None`` are what they are in Python, ``[a,b]`` and ``a,b`` are lists,
+    ``(a,b)`` is a tuple, nested ones too. All else is a string; quotes around it are left out.
+
+    Raises:
+        ConfigError: brackets are not closed, or the text is a dict.
+    """
+    value = text.strip().strip("'\"").strip()
+    if value.startswith("{"):
+        raise ConfigError(f"{where}: {text} is not allowed, give keys with dots between them, a.b=1 for {{b: 1}} in a")
+    brackets = {"(": ")", "[": "]"}
+    if value[:1] in brackets and value.endswith(brackets[value[:1]]) and len(_split(value, where)) == 1:
+        items = [parse_option(item, where) for item in _split(value[1:-1], where)]
+        return tuple(items) if value.startswith("(") else items
+    if "," in value:
+        return [parse_option(item, where) for item in _split(value, where)]
+    return _scalar(value)
+
+
+def _split(text: str, where: str) -> list[str]:
+    """The parts between commas that stand outside of brackets; a comma at the end adds none."""
+    parts, depth, start = [], 0, 0
+    for position, character in enumerate(text):
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(character, 0)
+        if depth < 0:
+            break
+        if character == "," and depth == 0:
+            parts.append(text[start:position])
+            start = position + 1
+    if depth:
+        raise ConfigError(f"{where}: {text} has a bracket without its counterpart")
+    return [*parts, text[start:]] if text[start:].strip() else parts
+
+
+def _scalar(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), None if text == "None" else text)
+
+
+def parse_options(texts: Sequence[str], flag: str = "--cfg-options") -> tuple[dict[str, Any], dict[str, Origins]]:
+    """The options ``key=value`` by key, and where they come from: ``flag``.
+
+    Raises:
+        ConfigError: a text is no ``key=value``, or a key is given twice.
+    """
+    options: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise ConfigError(f'{flag}: "{text}" is not allowed, give key=value')
+        if key in options:
+            raise ConfigError(f"{flag} {key}: is given twice")
+        options[key] = parse_option(value, f"{flag} {key}")
+    return options, {key: Origins(ValueOrigin(flag)) for key in options}
+
+
+class DictAction(argparse.Action):
+    """Action for argparse that collects ``KEY=VALUE ...`` in a dict, as MMEngine's does; see ``parse_option``.
+
+    Use it with ``nargs="+"``, and give the dict to ``Config.merge_from_dict``.
+    """
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Add the options to those that were given before; a later one of the same key wins."""
+        options = dict(getattr(namespace, self.dest, None) or {})
+        for text in [values] if isinstance(values, str) else values or ():
+            try:
+                options.update(parse_options([text], option_string or self.dest)[0])
+            except ConfigError as error:
+                raise argparse.ArgumentError(self, str(error)) from None
+        setattr(namespace, self.dest, options)

@@ -2,21 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..checkpoint.foreign import hugging_face
-from ..checkpoint.foreign.stored_tensors import MODEL
-from ..checkpoint.load.weights import open_weights
-from ..errors import ConfigError, suggest
-from ..precision import to_dtype
-from ..registry import MODELS
-from . import pretrained_private as private
-from .folder import GENERATION, find_folder
+from ..base.errors import CheckpointError, ConfigError, suggest
+from ..base.registry import MODELS
+from ..checkpoint.foreign import weights_file as hugging_face
+from ..checkpoint.foreign.weights_file import MODEL
+from ..checkpoint.weights import open_weights
+from ..device.precision import to_dtype
+from . import transformers_private as private
+
+# Find the folder of a model of transformers: its configuration, its weights, and the files of its tokenizer.
+
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+_TOKENIZER = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "vocab",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "spiece.*",
+    "chat_template*",
+    "processor_config.json",
+    "preprocessor_config.json",
+)
+
+
+def find_folder(given: str | os.PathLike[str], where: str) -> Path:
+    """Return the folder with a model's ``config.json`` and weights; a name of the hub is looked up in its cache only.
+
+    Raises:
+        ConfigError: there is no such folder, or it lacks one of them.
+    """
+    if "://" in os.fspath(given):
+        raise ConfigError(f"{where}: {given} is a URL, download the model and give its folder")
+    path = Path(given).expanduser()
+    if not path.is_dir():
+        path = _cached(os.fspath(given), path, where)
+    if not (path / CONFIG).is_file():
+        adapter = (path / "adapter_config.json").is_file()
+        raise ConfigError(
+            f"{where}: {path} has no {CONFIG}, "
+            + (
+                "it is an adapter of peft; give the folder of its base"
+                if adapter
+                else "give a folder of save_pretrained"
+            )
+        )
+    try:
+        weights = hugging_face.find(path)
+    except CheckpointError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if weights is None:
+        raise ConfigError(
+            f"{where}: {path} has no weights, neither model.safetensors nor model.safetensors.index.json; give a folder "
+            "of save_pretrained, or build the model from its configuration"
+        )
+    return path
+
+
+def _cached(name: str, path: Path, where: str) -> Path:
+    """The snapshot of a model of the hub that was downloaded before."""
+    if path.is_file():
+        raise ConfigError(f"{where}: {path} is a file, give the folder of save_pretrained")
+    is_name = name.count("/") <= 1 and not name.startswith((".", "/", "~")) and not name.endswith("/") and name
+    try:
+        from huggingface_hub import snapshot_download
+
+        if is_name:
+            return Path(snapshot_download(name, local_files_only=True))
+    except (
+        ImportError,
+        OSError,
+        ValueError,
+    ):  # its errors of a missing snapshot and of a wrong name are of these kinds
+        pass
+    hub = (
+        ", and no model of the hub's cache has this name; download it first: huggingface-cli download"
+        if is_name
+        else ""
+    )
+    raise ConfigError(f"{where}: {name or 'an empty name'} is no folder{hub}{f' {name}' if hub else ''}")
+
+
+def tokenizer_files(folder: Path) -> Iterator[Path]:
+    """Yield the files that a tokenizer or processor is loaded from."""
+    found = {file for pattern in _TOKENIZER for file in folder.glob(pattern) if file.is_file()}
+    yield from sorted(found)
+
 
 KEY = "pretrained"
 _OWN = ("dtype", "ignore_mismatched_sizes", "trust_remote_code")
@@ -241,3 +327,158 @@ def _kind_of(given: Any, where: str) -> Any:
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines)[:300] if lines else type(error).__name__
+
+
+# Values of parameters that a folder's files lack, such as a new head: as the model's constructor initialises them.
+
+
+def initial_values(source: Pretrained, names: Collection[str], seed: int) -> dict[str, Tensor]:
+    """Return the whole tensors of some parameters, on the CPU; the rest of the model takes no memory.
+
+    Equal on every process, whatever the strategy, for the same names and seed.
+
+    Args:
+        source: the model.
+        names: of parameters, as in the model that ``source`` builds.
+        seed: of the random numbers.
+
+    Raises:
+        ConfigError: the model initialises one of them nowhere.
+    """
+    model = source.meta_model()
+    found: dict[str, Tensor] = {}
+    for name in sorted(names):
+        path, _, leaf = name.rpartition(".")
+        like = model.get_parameter(name)
+        # NaN tells afterwards what was not initialised.
+        found[name] = torch.full(like.shape, torch.nan, dtype=like.dtype)
+        model.get_submodule(path).register_parameter(leaf, nn.Parameter(found[name]))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        private.initialise(model)
+    for name, tensor in found.items():
+        if tensor.isnan().any():
+            raise ConfigError(
+                f"model.{name}: {source.folder} does not have it, and {type(model).__name__} does not initialise it"
+            )
+    return found
+
+
+# What a checkpoint keeps of a model of transformers, as plain values, so that its weights can be exported to a
+# folder.
+
+
+META_KEY = "hugging_face"
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model of transformers, and where its tokenizer may be.
+
+    Attributes:
+        architecture: its class in transformers.
+        config: its configuration, as in ``config.json``.
+        generation_config: as in ``generation_config.json``; None: it has none.
+        folder: the folder that it was built from; None: unknown.
+        prefix: its name in the trained module, with a dot at the end; "" if it is the module itself.
+    """
+
+    architecture: str
+    config: dict[str, Any]
+    generation_config: dict[str, Any] | None = None
+    folder: str | None = None
+    prefix: str = ""
+
+    def values(self) -> dict[str, Any]:
+        """Return it as JSON can hold it."""
+        return asdict(self)
+
+    @classmethod
+    def of_values(cls, value: Any, where: Path) -> Description:
+        """Return what ``values`` gave.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        fields = cls.__dataclass_fields__.keys()
+        if not isinstance(value, Mapping) or not {"architecture", "config"} <= value.keys() <= fields:
+            raise CheckpointError(f"{where}: its description of a model of transformers is damaged")
+        if not isinstance(value["config"], Mapping) or not isinstance(value["architecture"], str):
+            raise CheckpointError(f"{where}: its description of a model of transformers is damaged")
+        return cls(**value)
+
+
+def describe(model: nn.Module) -> Description | None:
+    """Return the description of the only model of transformers in a module; None if there is none, or several."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if private.is_model_class(type(module)) and not any(not one or name.startswith(f"{one}.") for one in found):
+            found[name] = module
+    if len(found) != 1:
+        return None
+    ((name, inner),) = found.items()
+    try:
+        architecture = private.published_class(inner)
+    except ConfigError:
+        return None
+    generation = getattr(inner, "generation_config", None)
+    folder = getattr(inner.config, "_name_or_path", "") or ""
+    return Description(
+        architecture=architecture,
+        config=json.loads(inner.config.to_json_string()),
+        generation_config=None if generation is None else json.loads(generation.to_json_string()),
+        folder=str(Path(folder).absolute()) if folder and Path(folder).is_dir() else None,
+        prefix=f"{name}." if name else "",
+    )
+
+
+def of_folder(folder: Path) -> Description:
+    """Return the description of the model in a folder of ``save_pretrained``.
+
+    Raises:
+        CheckpointError: it has no readable ``config.json`` with ``architectures``.
+    """
+    config = _json(folder / CONFIG)
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names:
+        raise CheckpointError(f"{folder / CONFIG}: has no architectures, so the class of the model is unknown")
+    generation = _json(folder / GENERATION) if (folder / GENERATION).is_file() else None
+    return Description(str(names[0]), config, generation, str(folder))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{path}: cannot be read, {why}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: holds no configuration")
+    return found
+
+
+def meta_model(description: Description) -> nn.Module:
+    """Build the described model on the meta device.
+
+    Raises:
+        CheckpointError: the installed transformers does not have such a model, or not with this configuration.
+        ConfigError: transformers is older than 5.
+    """
+    import transformers
+
+    private.check_version("--hf")
+    kind: Any = getattr(transformers, description.architecture, None)
+    if kind is None:
+        raise CheckpointError(
+            f"{description.architecture}: transformers {transformers.__version__} has no such model, and its code is not in "
+            "the checkpoint"
+        )
+    if not private.is_model_class(kind):
+        raise CheckpointError(f"architectures: {description.architecture} is no model of transformers")
+    try:
+        config = kind.config_class.from_dict(dict(description.config))
+        with torch.device("meta"), private.without_values():
+            return private.from_config(kind, config, torch.float32)
+    except Exception as error:  # its own classes, also huggingface_hub's for a setting of a wrong type
+        lines = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{description.architecture}: its configuration is wrong, {lines}") from error

@@ -10,11 +10,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import CheckpointError, ConfigError, suggest
+from ..core.base.errors import CheckpointError, ConfigError, suggest
 from . import export_dcp, export_hf, export_peft
 from .export_options import check_options
-from .formatting import as_text, both, finite_json, fitted_table, human_size, number, red, shape_text, shortened
-from .output import console, print_json
+from .output import (
+    as_text,
+    both,
+    console,
+    finite_json,
+    fitted_table,
+    human_size,
+    number,
+    print_json,
+    red,
+    shape_text,
+    shortened,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -104,7 +115,7 @@ def _list(arguments: argparse.Namespace) -> int:
     from rich.text import Text
 
     from ..core.checkpoint import is_checkpoint
-    from ..core.checkpoint.paths import reaching
+    from ..core.checkpoint.folders import reaching
 
     folder = _as_path(arguments.folder)
     with reaching(folder):
@@ -144,8 +155,8 @@ def list_checkpoints(folder: Path) -> list[dict[str, Any]]:
 
 def _describe(path: Path, is_latest: bool) -> dict[str, Any]:
     from ..core.checkpoint import Checkpoint
+    from ..core.checkpoint.compare import size_of
     from ..core.checkpoint.directory import read_manifest
-    from ..core.checkpoint.integrity import size_of
 
     row: dict[str, Any] = dict.fromkeys(("epoch", "iter", "time", "strategy", "processes", "torch", "damage"))
     row = {"name": path.name, "bytes": size_of(path), **row, "latest": is_latest, "best": path.name.startswith("best_")}
@@ -263,8 +274,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     from rich.text import Text
 
     from ..core.checkpoint import what_is_not_finite
+    from ..core.checkpoint.compare import damages
     from ..core.checkpoint.directory import check_present, read_manifest
-    from ..core.checkpoint.integrity import damages
 
     path = _as_path(arguments.checkpoint)
     check_present(path)

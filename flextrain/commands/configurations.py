@@ -7,9 +7,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import FlexTrainError
-from .formatting import FoldedHelp
-from .output import console, print_json
+from ..core.base.errors import FlexTrainError
+from .output import FoldedHelp, console, print_json
 from .train_config import add_config_options
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from ..tools.script import check_config
+    from ..user_script import check_config
 
     try:
         changes = check_config(_read(arguments.config, arguments))
@@ -94,7 +93,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _read(path: str, arguments: argparse.Namespace) -> Config:
-    from ..tools.configured import load
+    from ..user_script import load
 
     return load(path, arguments.cfg_options, for_runner=False, work_dir=arguments.work_dir)
 

@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
-from ..tools.doctor import count_devices, diagnose
+from ..doctor.report import count_devices, diagnose
 from .output import console, print_json
 
 

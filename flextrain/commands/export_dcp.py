@@ -25,7 +25,7 @@ def add_options(export: argparse.ArgumentParser) -> None:
 def export(arguments: argparse.Namespace, dtype: torch.dtype | None) -> list[Path]:
     """Write the folder; return its files."""
     from ..core.checkpoint import export_dcp
-    from ..optim.torch_items import torch_items
+    from ..optim.canonical import torch_items
 
     return export_dcp(
         arguments.checkpoint,

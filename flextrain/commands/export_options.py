@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..core.errors import ConfigError, one_of
+from ..core.base.errors import ConfigError, one_of
 
 _NEEDS = {
     "key": ("dcp",),

@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def export(arguments: argparse.Namespace, dtype: Any) -> list[Path]:
     """Write an adapter alone; return its files."""
-    from ..core.checkpoint.export.peft_format import export_adapter
+    from ..core.checkpoint.export.peft_adapters import export_adapter
 
     return export_adapter(
         arguments.checkpoint, arguments.out, adapter=arguments.adapter, averaged=arguments.averaged, dtype=dtype
@@ -38,7 +38,7 @@ def merging(arguments: argparse.Namespace) -> Iterator[None]:
     if not arguments.merge:
         yield
         return
-    from ..core.checkpoint.export.merged_weights import merged
+    from ..core.checkpoint.export.peft_adapters import merged
 
     kwargs = dict(base=arguments.base, adapter=arguments.adapter, averaged=arguments.averaged)
     with merged(arguments.checkpoint, **kwargs) as arguments.checkpoint:

@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..core.errors import ConfigError, counted
-from .formatting import FoldedHelp
+from ..core.base.errors import ConfigError, counted
+from .output import FoldedHelp
 
 _TEMPLATES = Path(__file__).parents[1] / "templates"
 _RENAMED = {"gitignore": ".gitignore"}

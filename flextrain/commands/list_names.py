@@ -7,14 +7,13 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import ConfigError, suggest
-from .formatting import FoldedHelp, fitted_table
-from .output import console, print_json
+from ..core.base.errors import ConfigError, suggest
+from .output import FoldedHelp, console, fitted_table, print_json
 
 if TYPE_CHECKING:
-    from ..core import registry
-    from ..tools.planning.machine_kind import MachineKind
-    from ..tools.reference import Entry
+    from ..core.base import registry
+    from ..plan.machines import MachineKind
+    from ..reference.entry import Entry
 
 _MACHINES = "machines"
 _OTHERS = {
@@ -51,7 +50,7 @@ def add(commands: Any) -> None:
 
 def registries() -> dict[str, registry.Registry]:
     """Every registry by its name on the command line: STRATEGIES is `strategies`."""
-    from ..core import registry  # here, because `flextrain doctor` must start without torch
+    from ..core.base import registry  # here, because `flextrain doctor` must start without torch
 
     found = {name: value for name, value in vars(registry).items() if isinstance(value, registry.Registry)}
     return {name.lower().replace("_", "-"): found[name] for name in sorted(found)}
@@ -92,7 +91,7 @@ def _types(kind: str) -> dict[str, str]:
 
 
 def _entries(kind: str) -> Iterator[Entry]:
-    from ..tools.reference import launchers, public_names, runner_options, strategy_options
+    from ..reference.catalogue import launchers, public_names, runner_options, strategy_options
 
     sources = {"options": runner_options, "strategy-options": strategy_options, "launchers": launchers}
     yield from sources.get(kind, public_names)()
@@ -100,7 +99,7 @@ def _entries(kind: str) -> Iterator[Entry]:
 
 def describe(found: registry.Registry, name: str) -> str:
     """The first sentence of the docstring behind a registered name, or why it cannot be loaded."""
-    from ..tools.reference import documentation
+    from ..reference.describe import documentation
 
     try:
         target = found.get(name)
@@ -142,7 +141,7 @@ def _print_table(kind: str, descriptions: dict[str, str]) -> None:
 
 def print_machines(as_json: bool, names: Collection[str] | None = None) -> None:
     """Print the machines of these names; None: all."""
-    from ..tools.planning.machines import MACHINES
+    from ..plan.machines import MACHINES
 
     chosen = {name: machine for name, machine in MACHINES.items() if names is None or name in names}
     if as_json:

@@ -10,15 +10,14 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..core.byte_sizes import size_text
-from ..core.errors import ConfigError
-from .formatting import FoldedHelp
-from .output import console, print_json
+from ..core.base.byte_sizes import size_text
+from ..core.base.errors import ConfigError
+from .output import FoldedHelp, console, print_json
 
 if TYPE_CHECKING:
-    from ..tools.planning.calibrate import Measured
-    from ..tools.planning.machine_kind import MachineKind
-    from ..tools.planning.plan import StrategyPlan, TrainingPlan
+    from ..plan.machines import MachineKind
+    from ..plan.plan import StrategyPlan, TrainingPlan
+    from ..plan.step_time import Measured
 
 DESCRIPTION = """\
 Plan a script's training on many processes: memory by kind and where in the update its peak is, bytes of collectives by
@@ -111,10 +110,13 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan strategies; see `plan`."""
     _check(arguments)
-    from ..tools.planning.calibrate import with_times
-    from ..tools.planning.html import check_page, write_page  # import torch, which other commands do not need
-    from ..tools.planning.plan import read_plan
-    from ..tools.planning.report import report
+    from ..plan.html import (
+        check_page,
+        write_page,  # import torch, which other commands do not need
+    )
+    from ..plan.plan import read_plan
+    from ..plan.report import report
+    from ..plan.step_time import with_times
 
     if arguments.html is not None:
         check_page(arguments.html)
@@ -156,8 +158,8 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _machine(arguments: argparse.Namespace) -> tuple[MachineKind | None, Measured | None]:
-    from ..tools.planning.calibrate import measured_in
-    from ..tools.planning.machines import machine_named
+    from ..plan.machines import machine_named
+    from ..plan.step_time import measured_in
 
     if arguments.machine is None and arguments.calibrate is not None:
         raise ConfigError("plan.calibrate: has no meaning without a machine, give --machine")
@@ -169,9 +171,9 @@ def _plan(arguments: argparse.Namespace, machine: MachineKind | None, measured: 
     from rich.console import Console
     from rich.text import Text
 
-    from ..tools.planning.fit import axes_in
-    from ..tools.planning.per_strategy import plan, rate_in_bytes, size_in_bytes
-    from ..tools.strategy_options import names_in
+    from ..plan.fit import axes_in
+    from ..plan.per_strategy import plan, rate_in_bytes, size_in_bytes
+    from ..strategy_options import names_in
 
     names = names_in(arguments.strategies, "plan.strategies")
     axes = None if arguments.fit is None else axes_in(arguments.fit)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import ConfigError
+from ..core.base.errors import ConfigError
 
 _DEFAULT = "report.html"
 
@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the report."""
-    from ..tools.report.report_files import names_of, recorded_runs, watch, write_markdown, write_report
+    from ..report.report_files import names_of, recorded_runs, watch, write_markdown, write_report
 
     if arguments.interval < 0.1:
         raise ConfigError(f"report.interval: {arguments.interval} is not allowed, give 0.1 or more seconds")

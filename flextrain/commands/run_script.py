@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-from ..tools.elastic.command_line import DEFAULT_RESTARTS, GROUPS, read_options
-from .formatting import FoldedHelp
+from ..elastic.command_line import DEFAULT_RESTARTS, GROUPS, read_options
+from .output import FoldedHelp
 
 DESCRIPTION = f"""\
 Start SCRIPT in several processes by torchrun's own agent, and start them again when one fails.
@@ -47,8 +47,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the script; see `launch_and_watch`."""
-    from ..tools.elastic.launching import launch_and_watch
-    from ..tools.elastic.summary import summary
+    from ..elastic.launching import launch_and_watch, summary
 
     options = read_options(arguments.script_arguments)
     status, how, watched = launch_and_watch(options)

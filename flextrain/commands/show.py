@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..core.errors import ConfigError
-from .formatting import FoldedHelp
+from ..core.base.errors import ConfigError
 from .list_names import kinds, print_kind, print_machines
-from .output import console, print_json
+from .output import FoldedHelp, console, print_json
 
 DESCRIPTION = """\
 Show what a name means: what it is, each argument with type, default and meaning, what it raises, and an example.
@@ -46,8 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.json and (command := arguments.commands.choices.get(arguments.name)) is not None:
         command.print_help()
         return 0
-    from ..tools.planning.machines import MACHINES
-    from ..tools.reference import find, near  # imports torch, which other commands do not need
+    from ..plan.machines import MACHINES
+    from ..reference.catalogue import (
+        find,
+        near,  # imports torch, which other commands do not need
+    )
 
     if arguments.name in kinds():
         print_kind(arguments.name, arguments.json)
@@ -63,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json([entry.as_json() for entry in found])
         return 0
-    from ..tools.reference.printed import PrintedEntry
+    from ..reference.entry import PrintedEntry
 
     out = console()
     for number, entry in enumerate(found):

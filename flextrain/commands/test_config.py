@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .formatting import FoldedHelp
+from .output import FoldedHelp
 from .train_config import add_config_options
 
 DESCRIPTION = """\
@@ -37,9 +37,12 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate; see `test`."""
+    from ..core.base.errors import ConfigError
     from ..core.checkpoint import Checkpoint, is_checkpoint
-    from ..core.errors import ConfigError
-    from ..tools.configured import load, runner_class  # imports torch, which other commands do not need
+    from ..user_script import (
+        load,
+        runner_class,  # imports torch, which other commands do not need
+    )
 
     config = load(arguments.config, arguments.cfg_options, work_dir=arguments.work_dir, launcher=arguments.launcher)
     phase, other = ("val", "test") if arguments.val else ("test", "val")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .formatting import FoldedHelp
+from .output import FoldedHelp
 
 DESCRIPTION = """\
 Train what CONFIG describes: Python, YAML, JSON or TOML with the arguments of FlexibleRunner, as docs/configuration.md
@@ -59,7 +59,10 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; see `train`."""
-    from ..tools.configured import load, runner_class  # imports torch, which other commands do not need
+    from ..user_script import (
+        load,
+        runner_class,  # imports torch, which other commands do not need
+    )
 
     config = load(
         arguments.config,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..core.errors import ConfigError
-from .formatting import FoldedHelp
-from .output import console, print_json
+from ..core.base.errors import ConfigError
+from .output import FoldedHelp, console, print_json
 
 DESCRIPTION = """\
 Train a script's model on one device and under each strategy, with the same global batches, and compare losses,
@@ -72,8 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from ..tools.strategy_options import names_in  # imports torch, which other commands do not need
-    from ..tools.verify import verify
+    from ..strategy_options import names_in  # imports torch, which other commands do not need
+    from ..verify.verify import verify
 
     names = names_in(arguments.strategies, "verify.strategies")
     ranks = arguments.simulate

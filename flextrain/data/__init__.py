@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from ..core.errors import DataError
-from ..runner.data.sources.arrow_files import ArrowFiles
+from ..core.base.errors import DataError
+from ..runner.data.sources.arrow_files import ArrowFiles, ParquetFiles
 from ..runner.data.sources.file_source import DataSource, FileSource
 from ..runner.data.sources.jsonl_files import JsonlFiles
-from ..runner.data.sources.parquet_files import ParquetFiles
 from ..runner.data.sources.tar_files import TarFiles
 from ..runner.data.sources.token_files import TokenFiles
 from ..runner.data.streams.mixture import Mixture

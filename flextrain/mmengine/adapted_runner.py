@@ -2,38 +2,248 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import logging
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from mmengine.config import Config
 from mmengine.logging import MessageHub as TheirHub
 from mmengine.logging import MMLogger
+from mmengine.model import BaseDataPreprocessor, BaseModel, base_module, weight_init
+from mmengine.registry import DefaultScope
 from mmengine.visualization import Visualizer as TheirVisualizer
 from torch import nn
 
-from ..core.config import check_keywords
+from ..core.base.config import check_keywords
+from ..core.base.errors import ConfigError
 from ..core.config_files import Config as Ours
 from ..core.config_files import located
-from ..core.errors import ConfigError
-from ..runner.build import build_model
-from ..runner.configuration import ELSEWHERE
+from ..core.model.base_model import add_base_model
+from ..runner.config import ELSEWHERE
 from ..runner.data.user_loaders import length_of
 from ..runner.hooks import Hook
 from ..runner.loops.base import BaseLoop
+from ..runner.parts import build_model
+from ..runner.reporting import MessageHub
 from ..runner.reporting.reporter import describe
+from ..runner.run_folders import other_names
 from ..runner.runner import FlexibleRunner as Native
-from .config import has_text, split
+from ..strategies.base import Strategy
 from .evaluation import AdaptedEvaluator, adapted_evaluator
 from .hooks import AdaptedHook, adapted_hook
-from .initialisation import initialise, use_device
-from .instances import RunHub, RunLogger, current, in_scope, make_current, set_default_scope
-from .log_processors import adapted_log_processor
-from .translation import translated_arguments, translated_dataloader
+from .translation import adapted_log_processor, translated_arguments, translated_dataloader
 from .visualizers import AdaptedVisualizer
+
+# MMEngine's Config as the arguments of a runner.
+
+
+# It has all the methods of one; flextrain looks for this when it writes the configuration to a record.
+Mapping.register(Config)
+
+
+def split(cfg: Any, arguments: Collection[str]) -> tuple[Config, dict[str, Any]]:
+    """Return a copy of ``cfg`` as a Config, and those of its entries that are arguments of a runner.
+
+    All other names stay in the Config, from which projects read them. Built parts are not copied.
+
+    Raises:
+        ConfigError: it is no configuration, or a name is almost that of an argument.
+    """
+    if not isinstance(cfg, Mapping):
+        raise ConfigError(f"from_cfg: {cfg!r} is not allowed, give MMEngine's Config or a dict")
+    own = _copy(cfg) if isinstance(cfg, Config) else Config(_copy(dict(cfg)))
+    other_names(own, arguments)
+    return own, {name: own[name] for name in own if name in arguments}
+
+
+def _copy(cfg: Any) -> Any:
+    return copy.deepcopy(cfg, {id(built): built for built in _built_parts(cfg)})
+
+
+def _built_parts(value: Any) -> Iterator[Any]:
+    """Objects in a configuration that are no part of its structure: models, datasets, functions."""
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _built_parts(item)
+    elif type(value) in (list, tuple) and any(isinstance(item, (Mapping, list, tuple)) for item in value):
+        for item in value:
+            yield from _built_parts(item)
+    elif not isinstance(value, (str, int, float, bool, type(None))):
+        yield value
+
+
+def has_text(config: Config) -> bool:
+    """Whether the configuration can be written to a file; one that holds objects cannot."""
+    try:
+        return bool(config.pretty_text)
+    except SyntaxError:  # MMEngine formats it as Python
+        return False
+
+
+# What code finds without being given it: MMEngine's default scope, and the current MMLogger and MessageHub of a run.
+
+
+class RunLogger(MMLogger):  # type: ignore[misc]
+    """An MMLogger that writes to the log of a run.
+
+    Args:
+        name: the experiment's name.
+        logger: the run's logger, whose handlers it uses.
+    """
+
+    def __init__(self, name: str, logger: logging.Logger) -> None:
+        super().__init__(name, logger_name=logger.name, log_level=logger.level)
+        self.handlers = logger.handlers  # the same list, also when it changes
+        self.setLevel(logger.level)
+        files = (each.baseFilename for each in self.handlers if isinstance(each, logging.FileHandler))
+        self._log_file = next(files, None)
+
+
+class RunHub(TheirHub):  # type: ignore[misc]
+    """MMEngine's MessageHub over the message hub of a run.
+
+    Args:
+        name: the experiment's name.
+        hub: the run's message hub; scalars may be tensors there, which are read when a statistic is asked for.
+    """
+
+    def __init__(self, name: str, hub: MessageHub) -> None:
+        super().__init__(name)
+        self.hub = hub
+
+    @property
+    def log_scalars(self) -> Mapping[str, Any]:
+        """All scalars by key."""
+        return self.hub.log_scalars
+
+    @property
+    def runtime_info(self) -> Mapping[str, Any]:
+        """All infos by key."""
+        return self.hub.runtime_info
+
+    def update_scalar(self, key: str, value: Any, count: int = 1, resumed: bool = True) -> None:
+        """Append one value to a scalar."""
+        self.hub.update_scalar(key, value, count, resumed)
+
+    def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:
+        """Append one value to each of several scalars."""
+        self.hub.update_scalars(log_dict, resumed)
+
+    def update_info(self, key: str, value: Any, resumed: bool = True) -> None:
+        """Set an info."""
+        self.hub.update_info(key, value, resumed)
+
+    def pop_info(self, key: str, default: Any = None) -> Any:
+        """Remove an info and return it."""
+        return self.hub.pop_info(key, default)
+
+    def get_scalar(self, key: str) -> Any:
+        """Return the history of a scalar."""
+        return self.hub.get_scalar(key)
+
+    def get_info(self, key: str, default: Any = None) -> Any:
+        """Return an info."""
+        return self.hub.get_info(key, default)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the run's hub."""
+        return self.hub.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Continue from the result of ``state_dict``."""
+        self.hub.load_state_dict(state_dict)
+
+
+def make_current(kind: Any, instance: Any) -> None:
+    """Make an object the newest instance of one of MMEngine's classes, under its own name."""
+    known = kind._instance_dict
+    known[instance.instance_name] = instance
+    known.move_to_end(instance.instance_name)
+
+
+@contextmanager
+def current(kind: Any, instance: Any) -> Iterator[None]:
+    """Context in which an object is the newest instance of one of MMEngine's classes."""
+    before = next(reversed(kind._instance_dict), None)
+    make_current(kind, instance)
+    try:
+        yield
+    finally:
+        if before in kind._instance_dict:
+            kind._instance_dict.move_to_end(before)
+
+
+@contextmanager
+def in_scope(scope: str | None) -> Iterator[None]:
+    """Context with a default scope for look-ups in MMEngine's registries; None: the current one."""
+    with DefaultScope.overwrite_default_scope(scope):
+        yield
+
+
+def set_default_scope(name: str, scope: str | None) -> None:
+    """Make ``scope`` the default scope from now on, as MMEngine's runner does."""
+    if scope is not None:
+        DefaultScope._instance_dict.pop(name, None)
+        DefaultScope.get_instance(name, scope_name=scope)
+
+
+# MMEngine's models: their own initialisation, and the device of their data preprocessors.
+
+
+add_base_model(BaseModel)
+
+_RECORD = "_params_init_info"
+
+
+def initialise(model: Any, strategy: Strategy) -> None:
+    """Call ``init_weights()`` of a model that has it, as MMEngine's runner does before training."""
+    if not callable(getattr(model, "init_weights", None)):
+        return
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+    with _without_record(model) if is_meta else nullcontext():
+        strategy.init_weights(model)
+
+
+@contextmanager
+def _without_record(model: nn.Module) -> Iterator[None]:
+    """Context in which BaseModule does not record who initialised which parameter.
+
+    It compares the means of parameters, which have no values on the meta device.
+    """
+    modules = [base_module, weight_init]
+    originals = [module.update_init_info for module in modules]
+    for part in model.modules():
+        setattr(part, _RECORD, {})
+    for module in modules:
+        module.update_init_info = lambda *args, **kwargs: None
+    try:
+        with warnings.catch_warnings():
+            # torch does not see that the copies are recorded, and are made once there is memory.
+            warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")
+            yield
+    finally:
+        for module, original in zip(modules, originals, strict=True):
+            module.update_init_info = original
+        for part in model.modules():
+            part.__dict__.pop(_RECORD, None)
+
+
+def use_device(model: nn.Module, device: torch.device) -> None:
+    """Tell the model's data preprocessors the device to which they move a batch.
+
+    They learn it from ``model.to()`` only; strategies that build a model without memory, or in parts, never call that.
+    """
+    for part in model.modules():
+        if isinstance(part, BaseDataPreprocessor):
+            part.to(device)  # its own method notes the device
+
 
 _ARGUMENTS = [name for name in inspect.signature(Native.__init__).parameters if name != "self"]
 

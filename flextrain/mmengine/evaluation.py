@@ -13,12 +13,12 @@ from mmengine.evaluator import BaseMetric, DumpResults
 from mmengine.evaluator import Evaluator as Theirs
 from mmengine.registry import EVALUATOR, METRICS, DefaultScope
 
+from ..core.base.config import check_call
+from ..core.base.errors import ConfigError
+from ..core.base.registry import METRICS as OUR_METRICS
 from ..core.comm.topology import Topology
-from ..core.config import check_call
-from ..core.errors import ConfigError
-from ..core.registry import METRICS as OUR_METRICS
+from ..runner.metrics.base import from_rank_0, gather_results
 from ..runner.metrics.evaluator import Evaluator, build_evaluator
-from ..runner.metrics.gathering import from_rank_0, gather_results
 from .registries import factory, found_in_scope, refuse_unknown, without
 
 

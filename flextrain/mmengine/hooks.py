@@ -10,18 +10,66 @@ from typing import Any
 
 import mmengine.hooks
 import torch
-from mmengine.hooks import Hook as Theirs
+from mmengine.hooks import Hook as TheirHook
 from mmengine.model import BaseAveragedModel
+from mmengine.model import BaseTTAModel as TheirTTAModel
 from mmengine.registry import HOOKS, MODELS
 from mmengine.runner import get_priority
 from torch import nn
 
-from ..core.config import check_call
-from ..core.errors import ConfigError, nearest, suggest
-from ..core.registry import HOOKS as OURS
+from ..core.base.config import check_call
+from ..core.base.errors import ConfigError, nearest, suggest
+from ..core.base.registry import HOOKS as OURS
+from ..core.model.base_model import BaseTTAModel
 from ..runner.hooks import POINTS, Hook
-from .augmentation import adapted_tta
-from .registries import factory, find, found_in_scope, is_mmengines, refuse_unknown, translated, without
+from .registries import built_by, factory, find, found_in_scope, is_mmengines, refuse_unknown, translated, without
+
+# MMEngine's models for test-time augmentation as models of flextrain.
+
+
+class AdaptedTTAModel(BaseTTAModel):
+    """Merges predictions as a model of MMEngine does; the strategy has the model inside.
+
+    Args:
+        theirs: the model for test-time augmentation.
+    """
+
+    def __init__(self, theirs: TheirTTAModel) -> None:
+        super().__init__(theirs.module)
+        # As attributes, like methods that a user's object defines anew.
+        vars(self)["merge_preds"] = theirs.merge_preds
+        if type(theirs).test_step is not TheirTTAModel.test_step:
+            vars(self)["test_step"] = theirs.test_step
+        vars(theirs)["module"] = _Inside(self._predict)
+
+
+class _Inside:
+    """Stands for the model inside, whose predictions the strategy makes."""
+
+    def __init__(self, predict: Callable[[Any], Any]) -> None:
+        self.test_step = predict
+
+
+def _adapted(
+    build: Callable[..., TheirTTAModel], /, module: Any, data_preprocessor: Any = None, **arguments: Any
+) -> AdaptedTTAModel:
+    if data_preprocessor is not None:
+        arguments["data_preprocessor"] = data_preprocessor
+    # Not by its name: DeepSpeed wraps constructors in functions whose own first parameter is called "module".
+    return AdaptedTTAModel(build(module, **arguments))
+
+
+def adapted_tta(model: Any) -> Any:
+    """``model`` for flextrain, if it is one for test-time augmentation or describes one; any other as it is."""
+    if isinstance(model, TheirTTAModel):
+        return AdaptedTTAModel(model)
+    kind = built_by(model.get("type")) if isinstance(model, dict) else None
+    if isinstance(kind, type) and issubclass(kind, TheirTTAModel):
+        maker = functools.partial(_adapted, model["type"])
+        maker.merges = kind  # type: ignore[attr-defined]  # says before it is called that this model is only tested
+        return {**model, "type": maker}
+    return model
+
 
 # MMEngine's hooks that work with the insides of its runner, and what takes their places.
 _INSTEAD = {
@@ -52,9 +100,9 @@ class AdaptedHook(Hook):
         priority: its priority; None: that of the hook.
     """
 
-    hook: Theirs
+    hook: TheirHook
 
-    def __init__(self, make: Callable[[], Theirs], priority: Any = None) -> None:
+    def __init__(self, make: Callable[[], TheirHook], priority: Any = None) -> None:
         self._make, self._given_priority = make, priority
         if priority is not None:
             self.priority = get_priority(priority)
@@ -71,7 +119,7 @@ class AdaptedHook(Hook):
                 setattr(self, point, _by_position(self.hook, point))
 
 
-def _by_position(hook: Theirs, point: str) -> Any:
+def _by_position(hook: TheirHook, point: str) -> Any:
     """The method for a hook point, which the runner calls with positional arguments; MMEngine's uses their names."""
     method = getattr(hook, point)
     names = [name for name in inspect.signature(getattr(Hook, point)).parameters if name not in ("self", "runner")]
@@ -79,7 +127,7 @@ def _by_position(hook: Theirs, point: str) -> Any:
         inspect.signature(method).bind(None, *names)
     except TypeError:  # such as (self, runner, **kwargs)
 
-        def by_name(self: Theirs, runner: Any, *values: Any, **named: Any) -> None:
+        def by_name(self: TheirHook, runner: Any, *values: Any, **named: Any) -> None:
             method(runner, **dict(zip(names, values, strict=False)), **named)
 
         return MethodType(by_name, hook)
@@ -89,7 +137,7 @@ def _by_position(hook: Theirs, point: str) -> Any:
 def _check_names(kind: type, where: str) -> None:
     """Raise ConfigError if a method is named almost as a hook point, and would never be called."""
     known = [*POINTS, *(f"_{when}_{what}" for when in ("before", "after") for what in ("epoch", "iter"))]
-    for name in sorted({*dir(kind)} - {*dir(Theirs), *known}):
+    for name in sorted({*dir(kind)} - {*dir(TheirHook), *known}):
         is_near = name.lstrip("_").startswith(("before_", "after_")) and nearest(name, known, 0.85)
         if is_near and callable(getattr(kind, name)):
             raise ConfigError(
@@ -97,12 +145,12 @@ def _check_names(kind: type, where: str) -> None:
             )
 
 
-def _defines(hook: Theirs, point: str) -> bool:
+def _defines(hook: TheirHook, point: str) -> bool:
     """Whether a hook overrides a hook point, or the form for all modes that the hook point calls."""
     when, *_, what = point.split("_")
     for name in (point, f"_{when}_{what}"):
         own = getattr(type(hook), name, None)
-        if name in vars(hook) or (own is not None and own is not getattr(Theirs, name, None)):
+        if name in vars(hook) or (own is not None and own is not getattr(TheirHook, name, None)):
             return True
     return False
 
@@ -113,7 +161,7 @@ def adapted_hook(cfg: Any, where: str) -> Any:
     Raises:
         ConfigError: the hook works with MMEngine's runner only, or an argument that it does not have.
     """
-    if isinstance(cfg, Theirs):
+    if isinstance(cfg, TheirHook):
         if is_mmengines(type(cfg)) and type(cfg).__name__ in {*OURS, *_INSTEAD}:
             raise ConfigError(
                 f"{where}: MMEngine's {type(cfg).__name__} is built already, give dict(type='{type(cfg).__name__}', ...), "
@@ -136,7 +184,7 @@ def adapted_hook(cfg: Any, where: str) -> Any:
         found = getattr(mmengine.hooks, name)
     if is_mmengines(found) and name in OURS:
         return {**_averaging(ours, where), "type": name, **_tta_of(ours, where)}
-    if not (isinstance(found, type) and issubclass(found, Theirs)):
+    if not (isinstance(found, type) and issubclass(found, TheirHook)):
         return cfg if isinstance(given["type"], type) else {**without(given), "type": found}
     _refuse_tied(found, f"{where}.type")
     arguments = without(given, "type", "priority")

@@ -12,10 +12,10 @@ from typing import Any
 from mmengine.registry import DefaultScope
 from mmengine.registry import Registry as Theirs
 
-from ..core.errors import ConfigError, suggest
-from ..core.foreign_classes import is_of_mmengine
-from ..core.import_paths import import_path
-from ..core.registry import Registry as Ours
+from ..core.base.config import is_of_mmengine
+from ..core.base.errors import ConfigError, suggest
+from ..core.base.registry import Registry as Ours
+from ..core.base.registry import import_path
 
 
 def find(registry: Theirs, kind: Any) -> Any:

@@ -2,47 +2,318 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import mmengine.runner
-from mmengine._strategy import BaseStrategy as Theirs
+from mmengine._strategy import BaseStrategy as TheirStrategy
 from mmengine.dataset import BaseDataset, pseudo_collate
+from mmengine.optim import OptimWrapper as TheirOptimWrapper
+from mmengine.optim import OptimWrapperDict as TheirDict
+from mmengine.optim.scheduler.param_scheduler import _ParamScheduler as TheirScheduler
 from mmengine.registry import (
     DATA_SAMPLERS,
     DATASETS,
     FUNCTIONS,
+    LOG_PROCESSORS,
     LOOPS,
     MODELS,
+    OPTIM_WRAPPER_CONSTRUCTORS,
+    OPTIM_WRAPPERS,
+    OPTIMIZERS,
     PARAM_SCHEDULERS,
     STRATEGIES,
     TRANSFORMS,
     DefaultScope,
 )
+from mmengine.runner import LogProcessor as TheirLogProcessor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from ..core.config import check_call
-from ..core.errors import ConfigError
-from ..core.registry import DATA_SAMPLERS as OUR_SAMPLERS
-from ..core.registry import DATASETS as OUR_DATASETS
-from ..core.registry import LOOPS as OUR_LOOPS
-from ..core.registry import MODELS as OUR_MODELS
-from ..core.registry import PARAM_SCHEDULERS as OUR_SCHEDULERS
-from ..core.registry import STRATEGIES as OUR_STRATEGIES
+from ..core.base.config import check_call
+from ..core.base.errors import ConfigError
+from ..core.base.registry import DATA_SAMPLERS as OUR_SAMPLERS
+from ..core.base.registry import DATASETS as OUR_DATASETS
+from ..core.base.registry import LOOPS as OUR_LOOPS
+from ..core.base.registry import MODELS as OUR_MODELS
+from ..core.base.registry import OPTIM_WRAPPER_CONSTRUCTORS as OUR_CONSTRUCTORS
+from ..core.base.registry import OPTIM_WRAPPERS as OUR_WRAPPERS
+from ..core.base.registry import PARAM_SCHEDULERS as OUR_SCHEDULERS
+from ..core.base.registry import STRATEGIES as OUR_STRATEGIES
+from ..optim.schedulers import INF, ParamScheduler
+from ..optim.schedulers.base import HasParamGroups
 from ..runner.data.samplers import ShardedSampler
 from ..runner.hooks import DEFAULT_HOOKS
 from ..runner.loops.base import BaseLoop
-from ..runner.loops.epoch import EpochBasedTrainLoop
 from ..runner.loops.evaluate import TestLoop, ValLoop
-from ..runner.loops.iteration import IterBasedTrainLoop
-from .augmentation import adapted_tta
-from .constructors import adapted_optim_wrapper
+from ..runner.loops.train import EpochBasedTrainLoop, IterBasedTrainLoop
+from ..runner.reporting import LogProcessor
+from ..runner.reporting.message_hub import AVERAGED
 from .evaluation import adapted_evaluator
-from .hooks import adapted_hook
-from .log_processors import adapted_log_processor
-from .registries import factory, found_in_scope, is_mmengines, refuse_unknown, translated, without
-from .schedulers import adapted_scheduler
+from .hooks import adapted_hook, adapted_tta
+from .registries import factory, find, found_in_scope, is_mmengines, refuse_unknown, translated, without
 from .visualizers import adapted_visualizer
+
+# MMEngine's optimizer wrappers and their constructors, for flextrain's optimizer wrappers.
+
+
+def adapted_optim_wrapper(cfg: Any, where: str, scope: str | None) -> Any:
+    """``optim_wrapper`` for flextrain, from MMEngine's configuration of one or several.
+
+    Raises:
+        ConfigError: a wrapper that works with MMEngine's runner only.
+    """
+    if isinstance(cfg, (TheirOptimWrapper, TheirDict)):
+        raise ConfigError(
+            f"{where}: MMEngine's {type(cfg).__name__} is built already, give dict(type=..., optimizer=dict(...)) or the torch "
+            "optimizer"
+        )
+    if not isinstance(cfg, Mapping):
+        return cfg
+    if "optimizer" not in cfg and "type" not in cfg:
+        return _several(cfg, where, scope)
+    found = without(cfg)
+    if "type" in found:
+        kind = found_in_scope(cfg, OPTIM_WRAPPERS)
+        if isinstance(kind, type) and issubclass(kind, TheirOptimWrapper):
+            if not is_mmengines(kind) or kind.__name__ not in OUR_WRAPPERS:
+                raise ConfigError(
+                    f"{where}.type: {kind.__name__} is a wrapper of MMEngine, which works with MMEngine's runner only, subclass "
+                    "flextrain.OptimWrapper"
+                )
+            found["type"] = kind.__name__
+    if "optimizer" in found:
+        found["optimizer"] = translated(found["optimizer"], OPTIMIZERS, f"{where}.optimizer")
+    if "constructor" in found:
+        found["constructor"] = _constructor(found["constructor"], found.get("optimizer"), f"{where}.constructor", scope)
+    return found
+
+
+def _several(cfg: Mapping[str, Any], where: str, scope: str | None) -> dict[str, Any]:
+    found = dict(cfg)
+    constructor = found.pop("constructor", None)
+    if constructor is not None:
+        kind = find(OPTIM_WRAPPER_CONSTRUCTORS, constructor) or constructor
+        raise ConfigError(
+            f"{where}.constructor: {getattr(kind, '__name__', kind)} makes several optimizers, which flextrain does without one: "
+            f"each of {', '.join(found)} optimizes the part of the model that has its name; leave it out"
+        )
+    return {
+        name: adapted_optim_wrapper(value, f"{where}.{name}", scope)
+        if isinstance(value, (Mapping, TheirOptimWrapper))
+        else value
+        for name, value in found.items()
+    }
+
+
+def _constructor(given: Any, optimizer: Any, where: str, scope: str | None) -> Any:
+    kind = find(OPTIM_WRAPPER_CONSTRUCTORS, given)
+    if kind is None or (is_mmengines(kind) and kind.__name__ in OUR_CONSTRUCTORS):
+        return kind.__name__ if kind is not None else given
+    if callable(getattr(kind, "param_groups", None)):  # one of flextrain
+        return kind
+    if not isinstance(optimizer, Mapping):
+        raise ConfigError(
+            f"{where}: {kind.__name__} makes the optimizer, which is built already; give its dict(type=...)"
+        )
+    return type(kind.__name__, (AdaptedConstructor,), {"kind": kind, "scope": scope})
+
+
+class AdaptedConstructor:
+    """Makes the parameter groups that an optimizer wrapper constructor of MMEngine makes.
+
+    The constructor runs as it is, with an optimizer that keeps the groups; the strategy makes the real one from them. A
+    subclass says which constructor, and in which default scope it looks for names.
+
+    Args:
+        optim_wrapper_cfg: holds the optimizer's configuration under "optimizer".
+        paramwise_cfg: the constructor's own settings.
+        where: the configuration key, for messages.
+    """
+
+    kind: ClassVar[Any]
+    scope: ClassVar[str | None]
+
+    def __init__(
+        self,
+        optim_wrapper_cfg: Mapping[str, Any],
+        paramwise_cfg: Mapping[str, Any] | None = None,
+        *,
+        where: str = "optim_wrapper",
+    ) -> None:
+        optimizer = {**optim_wrapper_cfg["optimizer"], "type": _Groups}
+        self._where = where
+        self._constructor = self.kind({"type": TheirOptimWrapper, "optimizer": optimizer}, paramwise_cfg)
+
+    def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Return the groups for a torch optimizer.
+
+        Raises:
+            ConfigError: the constructor builds an optimizer of its own.
+        """
+        with DefaultScope.overwrite_default_scope(self.scope):
+            wrapper = self._constructor(model)
+        made = getattr(wrapper, "optimizer", None)
+        if not isinstance(made, _Groups):
+            name = type(self._constructor).__name__
+            raise ConfigError(
+                f"{self._where}.constructor: {name} gave {type(made).__name__}, it must build the optimizer that the "
+                "configuration names, with OPTIMIZERS.build"
+            )
+        return made.given
+
+
+class _Groups(Optimizer):
+    """Keeps the parameter groups that it is given, without the defaults of an optimizer."""
+
+    def __init__(self, params: Iterable[Any], **settings: Any) -> None:
+        given = list(params)
+        if given and isinstance(given[0], Tensor):
+            given = [{"params": given}]
+        self.given = [{**group, "params": _listed(group["params"])} for group in given]
+        super().__init__([dict(group) for group in self.given], {})
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+# Schedulers that projects derive from MMEngine's, as schedulers of flextrain.
+
+
+_WINDOW = ("begin", "end", "last_step", "by_epoch", "verbose")
+
+
+class AdaptedScheduler(ParamScheduler):
+    """Sets the values that ``_get_value`` of a project's scheduler gives, which it computes from step and groups.
+
+    A subclass, made by ``adapted_scheduler``, says which scheduler. It has its arguments.
+    """
+
+    kind: ClassVar[type[TheirScheduler]]
+    _unsaved = frozenset({"_theirs", "_options"})
+
+    def __init__(self, optimizer: HasParamGroups, **options: Any) -> None:
+        self._become(optimizer, self._made(self.kind, optimizer, options), options)
+
+    @classmethod
+    def build_iter_from_epoch(
+        cls, *args: Any, epoch_length: int | None = None, by_epoch: bool = True, **options: Any
+    ) -> AdaptedScheduler:
+        """See ParamScheduler; the project's own method converts its arguments."""
+        optimizer = args[0] if args else options.pop("optimizer")
+        convert = functools.partial(cls.kind.build_iter_from_epoch, epoch_length=epoch_length, by_epoch=by_epoch)
+        scheduler = cls.__new__(cls)
+        scheduler._become(optimizer, cls._made(convert, optimizer, options), options)
+        return scheduler
+
+    @classmethod
+    def _made(cls, make: Any, optimizer: HasParamGroups, options: Mapping[str, Any]) -> TheirScheduler:
+        """MMEngine's scheduler, whose constructor sets the values of copies."""
+        try:
+            return make(optimizer=_ParamGroups([copy.copy(group) for group in optimizer.param_groups]), **options)
+        except (AssertionError, TypeError, ValueError, KeyError) as error:
+            raise ConfigError(f"{cls.kind.__name__}: {' '.join(str(error).split())}") from error
+
+    def _become(self, optimizer: HasParamGroups, theirs: TheirScheduler, options: Mapping[str, Any]) -> None:
+        self._theirs, self._options = theirs, {key: value for key, value in options.items() if key not in _WINDOW}
+        window = {"begin": theirs.begin, "end": min(theirs.end, INF), "by_epoch": theirs.by_epoch}
+        window |= {"last_step": options.get("last_step", -1), "verbose": theirs.verbose}
+        super().__init__(optimizer, theirs.param_name, **window)
+
+    def _get_value(self) -> list[float]:
+        theirs = self._theirs
+        theirs.optimizer.param_groups = self.optimizer.param_groups
+        theirs.last_step, theirs._global_step, theirs.base_values = self.last_step, self._global_step, self.base_values
+        return list(theirs._get_value())
+
+    def __getattr__(self, name: str) -> Any:
+        if name in (options := vars(self).get("_options", {})):
+            return options[name]
+        raise AttributeError(name)
+
+
+@functools.cache
+def adapted_scheduler(kind: type[TheirScheduler]) -> type[AdaptedScheduler] | None:
+    """The subclass of AdaptedScheduler for ``kind``; None if ``kind`` has a way of its own to make a step."""
+    if any(
+        getattr(kind, name) is not getattr(TheirScheduler, name) for name in ("step", "state_dict", "load_state_dict")
+    ):
+        return None
+    named = {
+        p.name: p.replace(kind=p.KEYWORD_ONLY)
+        for base in reversed(kind.__mro__)
+        if "__init__" in vars(base) and base is not object
+        for p in inspect.signature(vars(base)["__init__"]).parameters.values()
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in ("self", "param_name")
+    }
+    own = {"kind": kind, "__signature__": inspect.Signature(list(named.values())), "__doc__": kind.__doc__}
+    return type(kind.__name__, (AdaptedScheduler,), own)
+
+
+class _ParamGroups(Optimizer):
+    """An Optimizer that only holds parameter groups: MMEngine's schedulers require one."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        # Optimizer's constructor is not called, because it would copy the groups.
+        self.param_groups = groups
+        self.defaults = {}
+
+    def step(self, closure: Any = None) -> Any:
+        return None
+
+
+# MMEngine's LogProcessors as LogProcessors of flextrain.
+
+
+class AdaptedLogProcessor(LogProcessor):
+    """Lets a project's LogProcessor make log lines and records, from the scalars of the run.
+
+    Args:
+        theirs: the LogProcessor.
+    """
+
+    def __init__(self, theirs: TheirLogProcessor) -> None:
+        super().__init__(
+            window_size=theirs.window_size,
+            by_epoch=theirs.by_epoch,
+            num_digits=theirs.num_digits,
+            log_with_hierarchy=theirs.log_with_hierarchy,
+        )
+        self.theirs = theirs
+
+    def get_log_after_iter(self, runner: Any, batch_idx: int, mode: Any) -> tuple[dict[str, Any], str]:
+        """See LogProcessor."""
+        runner.message_hub.fetch(f"{mode}/", reduce=AVERAGED if mode == "train" else None)
+        record, line = self.theirs.get_log_after_iter(runner, batch_idx, mode)
+        return dict(record), line
+
+    def get_log_after_epoch(
+        self, runner: Any, batch_idx: int, mode: Any, with_non_scalar: bool = False
+    ) -> tuple[dict[str, Any], str]:
+        """See LogProcessor."""
+        record, line = self.theirs.get_log_after_epoch(runner, batch_idx, mode, with_non_scalar)
+        return dict(record), line
+
+
+def adapted_log_processor(cfg: Any, where: str) -> Any:
+    """``log_processor`` for flextrain's runner, whose own takes the place of MMEngine's."""
+    if isinstance(cfg, TheirLogProcessor):
+        return AdaptedLogProcessor(cfg)
+    if not isinstance(cfg, Mapping) or "type" not in cfg:
+        return cfg
+    found = found_in_scope(cfg, LOG_PROCESSORS)
+    if not (isinstance(found, type) and issubclass(found, TheirLogProcessor)):
+        return without(cfg)
+    arguments = without(cfg, "type")
+    if is_mmengines(found):
+        return arguments
+    check_call(factory(found), arguments, where)
+    return AdaptedLogProcessor(found(**arguments))
+
 
 _READ_BY_MMENGINE = (
     "activation_checkpointing",
@@ -246,9 +517,9 @@ def _schedulers(cfg: Any, where: str) -> Any:
 
 
 def _strategy(cfg: Any, where: str) -> Any:
-    if isinstance(cfg, Theirs):
+    if isinstance(cfg, TheirStrategy):
         raise ConfigError(f"{where}: MMEngine's {type(cfg).__name__} is built already, give dict(type=..., ...)")
-    if isinstance(cfg, type) and issubclass(cfg, Theirs):
+    if isinstance(cfg, type) and issubclass(cfg, TheirStrategy):
         cfg = {"type": cfg}
     return translated(cfg, STRATEGIES, where, OUR_STRATEGIES) if isinstance(cfg, Mapping) else cfg
 

@@ -11,7 +11,7 @@ from mmengine.registry import VISUALIZERS
 from mmengine.visualization import LocalVisBackend
 from mmengine.visualization import Visualizer as Theirs
 
-from ..core.config import check_call
+from ..core.base.config import check_call
 from ..runner.reporting import Visualizer
 from .registries import factory, found_in_scope, without
 

@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..core.base.errors import CheckpointError, ConfigError, LaunchError
 from ..core.checkpoint import Checkpoint
 from ..core.comm import collectives as dist
-from ..core.errors import CheckpointError, ConfigError, LaunchError
 from ..runner.resume.choose_checkpoint import newest_checkpoint
 from ..runner.runner import FlexibleRunner
-from .ray_run import RayRun, ray_train
-from .report import RayReportHook
+from .report import RayReportHook, RayRun, ray_train
 
 _WHERE = "flextrain.ray.train_loop"
 

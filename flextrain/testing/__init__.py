@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .conformance import check_strategy
-from .report import CheckResult, ConformanceError, ConformanceReport
+from .conformance import CheckResult, ConformanceError, ConformanceReport, check_strategy
 from .workers import WorkerError, WorkerGroup, run_distributed
 
 __all__ = [

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import LaunchError
+from ..core.base.errors import LaunchError
 
 READY = b"ready"
 
@@ -172,7 +172,7 @@ def _leave_process_group() -> None:
 
 
 def _end_loader_workers() -> None:
-    from ..core.torch_private import end_loader_workers
+    from ..core.torch_compat.torch_private import end_loader_workers
 
     end_loader_workers()
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import FlexTrainError
+from ..core.base.errors import FlexTrainError
 
 # Float32 has 24 bits, a relative rounding error of 6e-8. Sums in another order (per process, then over processes) round
 # differently at each of a few tens of additions and updates. A difference well above 1e-6 is not rounding.

@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from ..core.device import to_device
-from ..core.model import run_forward
+from ..core.device.device import to_device
+from ..core.model.base_model import run_forward
 from ..optim.wrapper import OptimWrapper
 from ..runner.loops.step import Stepper
 from ..strategies.base import Strategy

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..core.base.registry import STRATEGIES
 from ..core.checkpoint import Checkpoint, FlatShard, save_checkpoint
+from ..core.checkpoint.chunks import full_tensor
 from ..core.comm import collectives as dist
-from ..core.dtensor_chunks import full_tensor
-from ..core.registry import STRATEGIES
 from ..optim.wrapper import OptimWrapper
 from ..strategies.base import Strategy
 from .loop import Steps, Trace, alone, train

@@ -24,7 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..core.errors import FlexTrainError
+from ..core.base.errors import FlexTrainError
 from ._worker import READY, Answer, Call, _end_with_parent, serve
 from .loop import environ
 

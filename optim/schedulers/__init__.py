@@ -3,40 +3,36 @@
 from __future__ import annotations
 
 from .base import INF, ParamScheduler
-from .build import build_param_schedulers, check_param_schedulers
-from .learning_rate import (
-    ConstantLR,
-    CosineAnnealingLR,
-    CosineRestartLR,
-    ExponentialLR,
-    LinearLR,
-    MultiStepLR,
-    OneCycleLR,
-    PolyLR,
-    ReduceOnPlateauLR,
-    StepLR,
-)
-from .momentum import (
-    ConstantMomentum,
-    CosineAnnealingMomentum,
-    CosineRestartMomentum,
-    ExponentialMomentum,
-    LinearMomentum,
-    MultiStepMomentum,
-    PolyMomentum,
-    ReduceOnPlateauMomentum,
-    StepMomentum,
-)
-from .plateau import ReduceOnPlateauParamScheduler
+from .from_config import build_param_schedulers, check_param_schedulers
 from .schedules import (
+    ConstantLR,
+    ConstantMomentum,
     ConstantParamScheduler,
+    CosineAnnealingLR,
+    CosineAnnealingMomentum,
     CosineAnnealingParamScheduler,
+    CosineRestartLR,
+    CosineRestartMomentum,
     CosineRestartParamScheduler,
+    ExponentialLR,
+    ExponentialMomentum,
     ExponentialParamScheduler,
+    LinearLR,
+    LinearMomentum,
     LinearParamScheduler,
+    MultiStepLR,
+    MultiStepMomentum,
     MultiStepParamScheduler,
+    OneCycleLR,
     OneCycleParamScheduler,
+    PolyLR,
+    PolyMomentum,
     PolyParamScheduler,
+    ReduceOnPlateauLR,
+    ReduceOnPlateauMomentum,
+    ReduceOnPlateauParamScheduler,
+    StepLR,
+    StepMomentum,
     StepParamScheduler,
 )
 from .torch_adapter import TorchScheduler, torch_scheduler

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 
-from ...core.errors import ConfigError
-from ...core.registry import PARAM_SCHEDULERS
+from ...core.base.errors import ConfigError
+from ...core.base.registry import PARAM_SCHEDULERS
 from .base import INF, HasParamGroups, ParamScheduler
 
 _INSTEAD = {

@@ -10,26 +10,21 @@ from typing import Any, cast
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
+from ...core.base.errors import ConfigError, counted
+from ...core.base.events import heartbeat
+from ...core.base.registry import DATA_SAMPLERS
 from ...core.comm.collectives import all_gather_object, is_alone
 from ...core.comm.topology import Topology
-from ...core.errors import ConfigError, counted
-from ...core.heartbeat import heartbeat
-from ...core.registry import DATA_SAMPLERS
-from ..loops.lockstep import InStep
-from . import checks, first_samples
-from .build_sampler import build_sampler
-from .collators import build_collate
-from .dataloader_reader import Feed
+from . import checks
+from . import checks as first_samples
+from .collate import build_collate
 from .dataset_wrappers import build_dataset, is_config
-from .epochs import tell_loader_epoch
-from .exact_epochs import Counted, ExactEpochs
-from .own_loader_reader import Reader
-from .read_again import timed
+from .lockstep import InStep
+from .readers import Counted, ExactEpochs, Feed, Reader, loader_of_stream, timed
 from .sample_seeds import order_seed
-from .samplers import DefaultSampler, InfiniteSampler, ShardedSampler, divided_sampler, use_shard
-from .sources.file_list import print_of
+from .samplers import DefaultSampler, InfiniteSampler, ShardedSampler, divided_sampler, tell_loader_epoch, use_shard
+from .sources.file_source import print_of
 from .streams.divided_streams import divided
-from .streams.saved_streams import loader_of_stream
 from .user_loaders import (
     adopt,
     divided_samplers,
@@ -41,6 +36,43 @@ from .user_loaders import (
     sampler_of,
     say_how_it_resumes,
 )
+
+# Build the sampler that a dataloader's configuration describes.
+
+
+def build_sampler(
+    sampler: Any,
+    dataset: Any,
+    *,
+    training: bool,
+    seed: int,
+    shard: tuple[int, int] | None,
+    where: str,
+    asked: bool | None = None,
+) -> Any:
+    """Return the sampler that a configuration describes, or one that is built already, with its data shard.
+
+    Args:
+        sampler: ``dict(type=...)``, the name of a type, or a sampler.
+        dataset: what it samples.
+        training: False: no sample is repeated unless the configuration says so.
+        seed: of the order, unless the configuration has one.
+        shard: (index, count) of this process's data shard; None: a runner says so later.
+        where: the configuration key, for messages.
+        asked: the dataloader's ``shard``; False: a DistributedSampler may have another data shard.
+    """
+    if is_config(sampler):
+        spec = dict(sampler) if isinstance(sampler, Mapping) else {"type": sampler}
+        extra: dict[str, Any] = {"dataset": dataset, **({} if shard is None else {"shard": shard})}
+        if "seed" not in spec:
+            extra["seed"] = seed
+        if not training and "round_up" not in spec:
+            extra["round_up"] = False
+        sampler = DATA_SAMPLERS.build(spec, where, **extra)
+    if shard is not None:
+        use_shard(sampler, shard, where, asked)
+    return sampler
+
 
 _UNKNOWN = object()
 

@@ -14,10 +14,10 @@ from typing import Any
 from torch.utils.data import ConcatDataset as TorchConcatDataset
 from torch.utils.data import Dataset, IterableDataset
 
-from ...core.config import PositiveInt
-from ...core.errors import ConfigError, one_of
-from ...core.registry import DATASETS
-from .epochs import tell_epoch
+from ...core.base.config import PositiveInt
+from ...core.base.errors import ConfigError, one_of
+from ...core.base.registry import DATASETS
+from .samplers import tell_epoch
 
 
 class _Wrapper(Dataset[Any]):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from .dataloader_reader import Feed
+from ...core.random.generators import kept_random_state
+from .readers import Feed
 from .samplers import follows_span
 from .user_loaders import batch_size, goes_its_own_way, name_of, resampled
 
@@ -65,3 +67,28 @@ def _apart(loader: DataLoader[Any]) -> DataLoader[Any]:
             size, drop_last = batches.batch_size, batches.drop_last  # type: ignore[attr-defined]
             changes["batch_sampler"] = BatchSampler(changes["sampler"], size, drop_last)
     return resampled(loader, **changes)
+
+
+# A small batch of a run's data, read before anything else is, for whoever needs the shapes in it.
+
+
+_SAMPLES = 2
+
+
+def example_batch(run: Any, names: Sequence[str]) -> Any:
+    """Return the first samples of the first of these dataloaders that can be read by index, collated; None without any.
+
+    Training draws the same random numbers as if nothing had been read.
+
+    Args:
+        run: the runner, which has the dataloaders.
+        names: of its attributes.
+    """
+    for name in names:
+        loader: Any = getattr(run, name)
+        if isinstance(loader, DataLoader) and only_once(loader) is None:
+            dataset: Any = loader.dataset
+            with kept_random_state(torch.device("cpu")):
+                samples = [dataset[index] for index in range(min(_SAMPLES, len(dataset)))]
+                return loader.collate_fn(samples)
+    return None

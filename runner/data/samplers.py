@@ -12,15 +12,40 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, Sampler
 
+from ...core.base.errors import ConfigError
+from ...core.base.overriding import overridden
+from ...core.base.registry import DATA_SAMPLERS
+from ...core.base.snapshot import Snapshot
 from ...core.comm.topology import Topology
-from ...core.errors import ConfigError
-from ...core.generators import RandomStream
-from ...core.overriding import overridden
-from ...core.permutation import Shuffled, Straight
-from ...core.registry import DATA_SAMPLERS
-from ...core.snapshot import Snapshot
-from .epochs import chain_of
+from ...core.random.generators import RandomStream
+from ...core.random.permutation import Shuffled, Straight
 from .streams.stream_orders import own_order
+
+# Call ``set_epoch`` of datasets, samplers and dataloaders at the beginning of an epoch.
+
+
+def tell_epoch(part: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of a dataset, a sampler or a loader, if it has one."""
+    set_epoch = getattr(part, "set_epoch", None)
+    if set_epoch is not None:
+        set_epoch(epoch)
+
+
+def tell_loader_epoch(loader: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of a loader, its dataset and its samplers, where they have one."""
+    batches = getattr(loader, "batch_sampler", None)
+    # A custom batch sampler holds the sampler itself, and the loader only a placeholder.
+    sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
+    for part in (loader, getattr(loader, "dataset", None), *chain_of(sampler), batches):
+        tell_epoch(part, epoch)
+
+
+def chain_of(part: Any) -> Iterator[Any]:
+    """Yield a sampler, the one inside it, and so on."""
+    while part is not None:
+        yield part
+        part = getattr(part, "sampler", None)
+
 
 LARGE = 2**20
 """Datasets with more samples compute a random order by index: a whole one would fill every process's memory."""

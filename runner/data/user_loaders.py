@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from ...core.errors import ConfigError
-from ...core.torch_private import KEPT_ITERATOR, LOADER_ITERATOR, MAKE_ITERATOR
+from ...core.base.errors import ConfigError
+from ...core.torch_compat.torch_private import KEPT_ITERATOR, LOADER_ITERATOR, MAKE_ITERATOR
 from .samplers import DefaultSampler, DividedSampler, ShardedSampler, divided_sampler
 from .streams.divided_streams import DividedStream, divided, undivided
 

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from .check_replicas import CheckReplicasHook
 from .checkpoint import CheckpointHook
-from .dispatch import HookDispatcher
-from .early_stopping import EarlyStoppingHook
-from .ema import EMAHook
-from .empty_cache import EmptyCacheHook
-from .hook import Hook
-from .iter_timer import IterTimerHook
+from .early_stopping import EarlyStoppingHook, PruningHook
+from .ema import EMAHook, TeacherHook
+from .hook import POINTS, Hook, HookDispatcher, Priority, get_priority
 from .logger import LoggerHook
 from .nonfinite import NonFiniteHook
 from .param_scheduler import ParamSchedulerHook
-from .points import POINTS
-from .prepare_tta import PrepareTTAHook
-from .priority import Priority, get_priority
 from .profiler import ProfilerHook
-from .pruning import PruningHook
-from .runtime_info import RuntimeInfoHook
-from .sampler_seed import DistSamplerSeedHook
-from .sync_buffers import SyncBuffersHook
-from .teacher import TeacherHook
+from .runtime_info import IterTimerHook, RuntimeInfoHook
+from .small_hooks import CheckReplicasHook, DistSamplerSeedHook, EmptyCacheHook, PrepareTTAHook, SyncBuffersHook
 
 DEFAULT_HOOKS: dict[str, dict[str, Any]] = {
     "runtime_info": {"type": "RuntimeInfoHook"},

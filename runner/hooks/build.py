@@ -6,12 +6,11 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.errors import ConfigError, suggest
-from ...core.foreign_classes import refuse_foreign
-from ...core.registry import HOOKS
+from ...core.base.config import refuse_foreign
+from ...core.base.errors import ConfigError, suggest
+from ...core.base.registry import HOOKS
 from . import DEFAULT_HOOKS, CheckpointHook, EarlyStoppingHook, Hook, get_priority
-from .dispatch import check_points
-from .unsupported import refuse_methods
+from .hook import check_points, refuse_methods
 
 
 def build_hooks(default_hooks: Any, custom_hooks: Any, *, validates: bool) -> list[tuple[Hook, int]]:

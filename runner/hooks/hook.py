@@ -2,15 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from enum import IntEnum
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from .points import overridden_points
-from .priority import Priority
+from ...core.base.errors import ConfigError, nearest, one_of, suggest
+from ...core.base.overriding import refuse_unused
+from ...core.base.registry import HOOKS
 
 if TYPE_CHECKING:
     from ..run import Run
+
+# The points at which hooks are called, and which of them a hook overrides.
+
+
+_MODES = ("train", "val", "test")
+HOOK_POINTS: dict[str, tuple[str, ...]] = {
+    **{f"{when}_run": () for when in ("before", "after")},
+    **{f"{when}_{mode}": () for when in ("before", "after") for mode in _MODES},
+    **{
+        f"{when}_{mode}_{what}": (f"_{when}_{what}", f"{when}_{what}")
+        for when in ("before", "after")
+        for mode in _MODES
+        for what in ("epoch", "iter")
+    },
+    "on_exception": (),
+    "before_save_checkpoint": (),
+    "after_load_checkpoint": (),
+}
+"""Each hook point with the group forms that it falls back to."""
+POINTS = tuple(HOOK_POINTS)
+NOWHERE = 1000
+
+
+def depth(hook: object, name: str, base: type) -> int:
+    """Return the position in the method resolution order that defines ``name``; ``NOWHERE`` if only ``base`` does."""
+    if name in vars(hook):
+        return 0
+    return next((i for i, kind in enumerate(type(hook).__mro__, 1) if kind is not base and name in vars(kind)), NOWHERE)
+
+
+def overridden_points(hook: object, base: type) -> list[str]:
+    """Return the points at which ``hook`` does something that ``base`` does not, itself or by a group form."""
+    return [
+        point
+        for point, groups in HOOK_POINTS.items()
+        if any(depth(hook, name, base) < NOWHERE for name in (point, *groups))
+    ]
+
+
+# Priority: the order in which hooks run at one hook point.
+
+
+class Priority(IntEnum):
+    """Named priorities: a hook with a lower number runs earlier."""
+
+    HIGHEST = 0
+    VERY_HIGH = 10
+    HIGH = 30
+    ABOVE_NORMAL = 40
+    NORMAL = 50
+    BELOW_NORMAL = 60
+    LOW = 70
+    VERY_LOW = 90
+    LOWEST = 100
+
+
+def get_priority(priority: int | str | Priority, where: str = "priority") -> int:
+    """Return the number from 0 (first) to 100 (last) for ``priority``.
+
+    Raises:
+        ConfigError: unknown name, or a number outside 0 to 100.
+    """
+    if isinstance(priority, str):
+        names = Priority.__members__
+        if priority.upper() not in names:
+            raise ConfigError(f'{where}: "{priority}" is not allowed, choose {one_of(names)}{suggest(priority, names)}')
+        return int(names[priority.upper()])
+    if type(priority) not in (int, Priority) or not 0 <= priority <= 100:
+        raise ConfigError(f"{where}: {priority!r} is not allowed, give a name or a number from 0 to 100")
+    return int(priority)
 
 
 class Hook:
@@ -237,3 +310,159 @@ class Hook:
     def is_last_train_iter(self, runner: Run) -> bool:
         """True if training ends with this iteration."""
         return runner.iter + 1 == runner.max_iters
+
+
+# HookDispatcher: finds once which hooks override each hook point, and calls them.
+
+
+HookCall = Callable[..., None]
+_Table = dict[str, tuple[HookCall, ...]]
+
+_NAMES = (*POINTS, *dict.fromkeys(name for groups in HOOK_POINTS.values() for name in groups))
+
+
+def check_points(hook: Hook, where: str) -> None:
+    """Raise ConfigError if a name looks like a hook point but is not one.
+
+    A public method of a hook, or a function set as an attribute of an instance, may not begin with ``before_`` or
+    ``after_`` unless it is a hook point. Names with ``_before_``, ``_after_`` or ``on_`` are refused if they are near
+    one.
+
+    Raises:
+        ConfigError: with the nearest hook point.
+    """
+    for name in sorted({*dir(type(hook)), *vars(hook)} - {*_NAMES, *dir(Hook)}):
+        looks_alike = name.startswith(("before_", "after_"))
+        meant = nearest(name, _NAMES, 0.8) if name.startswith(("_before_", "_after_", "on_")) else None
+        if (looks_alike or meant) and callable(getattr(hook, name)):
+            raise ConfigError(
+                f"{where}: {type(hook).__name__}.{name} is no hook point and would never be called"
+                f"{suggest(name, _NAMES) or '; give it another name'}"
+            )
+
+
+class HookDispatcher:
+    """Hooks in order of priority, and for each hook point the methods that override it.
+
+    ``dispatcher[point]`` is a tuple of bound methods. A loop may call them directly, which avoids passing the arguments
+    through ``call``. Registering a hook makes new tuples, so a loop looks them up again at every epoch.
+    """
+
+    def __init__(self, hooks: Iterable[Hook] = ()) -> None:
+        self._entries: list[tuple[int, Hook, _Table]] = []
+        self._table: _Table = {}
+        for hook in hooks:
+            self._insert(hook, get_priority(hook.priority, f"{type(hook).__name__}.priority"))
+        self._join()
+
+    @property
+    def hooks(self) -> list[Hook]:
+        """The hooks in the order in which they run at every hook point."""
+        return [hook for _, hook, _ in self._entries]
+
+    def register(self, hook: Hook, priority: int | str | Priority | None = None) -> None:
+        """Add ``hook`` after those of the same priority; ``priority`` overrides the hook's own.
+
+        Raises:
+            ConfigError: ``hook`` is not a Hook, or the priority is unknown.
+        """
+        if not isinstance(hook, Hook):
+            raise ConfigError(f"register_hook: {hook!r} is not allowed, give an instance of a subclass of Hook")
+        where = f"{type(hook).__name__}.priority"
+        own = get_priority(hook.priority, where)
+        given = own if priority is None else get_priority(priority, where)
+        if given != own:
+            hook.priority = given  # who asks the hook is told what holds
+        self._insert(hook, given)
+        self._join()
+
+    def call(self, point: str, runner: Run, **kwargs: Any) -> None:
+        """Call every hook that overrides ``point``."""
+        for method in self[point]:
+            method(runner, **kwargs)
+
+    def __getitem__(self, point: str) -> tuple[HookCall, ...]:
+        try:
+            return self._table[point]
+        except KeyError:
+            raise ConfigError(f'call_hook: "{point}" is no hook point{suggest(point, POINTS)}') from None
+
+    def _insert(self, hook: Hook, priority: int) -> None:
+        at = sum(1 for other, _, _ in self._entries if other <= priority)
+        self._entries.insert(at, (priority, hook, _table_of(hook)))
+
+    def refresh(self) -> None:
+        """Find again which hook points are overridden; a hook may have a function as a new attribute."""
+        self._entries = [(priority, hook, _table_of(hook)) for priority, hook, _ in self._entries]
+        self._join()
+
+    def _join(self) -> None:
+        self._table = {point: tuple(call for _, _, own in self._entries for call in own[point]) for point in POINTS}
+        # These two are called in every training iteration.
+        self.before_train_iter = self._table["before_train_iter"]
+        self.after_train_iter = self._table["after_train_iter"]
+
+
+def _table_of(hook: Hook) -> _Table:
+    return {point: tuple(_calls(hook, point, groups)) for point, groups in HOOK_POINTS.items()}
+
+
+def _calls(hook: Hook, point: str, groups: tuple[str, ...]) -> Iterator[HookCall]:
+    """Yield the methods of a hook to call at a hook point.
+
+    Hook's own method calls the group forms, so a hook that overrides the point does not reach them. A subclass of it
+    that overrides a group form gets both calls, as in MMEngine.
+    """
+    group = min((depth(hook, name, Hook) for name in groups), default=NOWHERE)
+    own = depth(hook, point, Hook)
+    if own < NOWHERE:
+        yield getattr(hook, point)
+    if group < own:
+        yield MethodType(getattr(Hook, point), hook)
+
+
+# Arguments and methods of MMEngine's hooks that flextrain refuses.
+
+
+_REASONS = {
+    "file_client_args": "files are written to mounted file systems only",
+    "backend_args": "files are written to mounted file systems only",
+    "published_keys": "a checkpoint needs no cleaning before it is shared, load_from reads only the weights in it",
+}
+
+
+def refuse(where: str, **arguments: Any) -> None:
+    """Raise ConfigError with the reason if one of ``arguments`` is not None."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ConfigError(f"{where}.{name}: has no meaning here, {_REASONS[name]}; leave it out")
+
+
+HOOKS.refuse(
+    {
+        "NaiveVisualizationHook": "call runner.visualizer.add_image in after_test_iter of a hook of your own",
+        "NPUProfilerHook": "choose ProfilerHook, or call torch_npu.profiler in a hook of your own",
+    }
+)
+
+_METHODS = {
+    "CheckpointHook": {
+        "_get_metric_score": "give save_best the metric's name, or override _save_best_checkpoint(runner, metrics)",
+        "_init_rule": "give rule, greater_keys or less_keys",
+        "_publish_model": "load_from reads only the weights of a checkpoint",
+    },
+    "EarlyStoppingHook": {
+        "_check_stop_condition": "override after_val_epoch(runner, metrics)",
+        "_init_rule": "give rule",
+    },
+    "EMAHook": {
+        "_swap_ema_parameters": "override before_val_epoch and its kin",
+        "_swap_ema_state_dict": "override before_save_checkpoint",
+    },
+}
+
+
+def refuse_methods(hook: object, where: str) -> None:
+    """Raise ConfigError if a subclass of a hook overrides a method that only MMEngine's hook calls."""
+    for base in type(hook).__mro__:
+        refuse_unused(hook, _METHODS.get(base.__name__, {}), where)

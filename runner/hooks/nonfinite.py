@@ -2,22 +2,282 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from torch import Tensor, nn
+
+from ...core.base.errors import CheckpointError, ConfigError, NonFiniteError
+from ...core.base.registry import HOOKS
+from ...core.base.tensors import nonfinite
 from ...core.checkpoint import find_latest, what_is_not_finite
+from ...core.comm import collectives as dist
 from ...core.comm.collectives import all_gather_object, broadcast_object
-from ...core.errors import CheckpointError, ConfigError, NonFiniteError
-from ...core.registry import HOOKS
-from ..finite_weights import nonfinite_weights, own_nonfinite
-from ..reporting.finite_watch import Look, NonfiniteFigure, Witness
-from ..reporting.message_hub import AVERAGED
+from ..reporting.history import HistoryBuffer
+from ..reporting.message_hub import AVERAGED, MessageHub
+from ..resume.weights import nonfinite_weights, own_nonfinite
 from .hook import Hook
 from .logger import LoggerHook
-from .nonfinite_origin import find_origin
 
 if TYPE_CHECKING:
     from ..run import Run
+
+# Find the first module whose output is not finite, by running the last batch again.
+
+
+def find_origin(runner: Run, batch: Any) -> str:
+    """Return the origin of NaN or infinity, as the end of a sentence; a collective, with the same result on every process.
+
+    Random numbers differ from the first run. Training cannot continue afterwards: gradients and statistics change.
+
+    Args:
+        runner: the runner whose model is checked.
+        batch: the last batch; with gradient accumulation, the list of the last window's micro-batches.
+    """
+    window = batch if runner.accumulate > 1 else [batch]
+    weights = nonfinite_weights(runner)
+    own = _run_again(runner, window)
+    if weights:
+        # Each process may hold some of the modules; those that come first in forward have the lower ranks.
+        answers = dist.all_gather_object(_first_with(weights, own, runner))
+        first = next(filter(None, answers), f"NaN or infinity is in {what_is_not_finite(weights)}")
+        return f"{first}; LoggerHook(interval=1) looks after every iteration"
+    found = {rank: run for rank, run in enumerate(dist.all_gather_object(own)) if run.bad is not None}
+    if found:
+        rank, run = min(found.items(), key=lambda item: item[1].called.index(str(item[1].bad)))
+        where = f" on rank {rank}" if runner.world_size > 1 else ""
+        return f"{run.bad} is the first module whose output is not finite, when the batch is run again{where}"
+    if failed := next((run.error for run in dist.all_gather_object(own) if run.error), None):
+        return f"run again, the batch fails with {failed}"
+    return _in_backward(runner, window)
+
+
+class _Run(NamedTuple):
+    """The modules and outputs seen when a window was run again."""
+
+    called: list[str]
+    """The modules, in the order in which their forward ended."""
+    bad: str | None
+    """The first of them whose output is not finite."""
+    error: str | None
+
+
+def _run_again(runner: Run, window: list[Any]) -> _Run:
+    error = None
+    with _watching(runner.strategy.module, bool(runner.strategy.config.compile)) as seen:
+        try:
+            for index, micro_batch in enumerate(window):
+                before = len(seen)
+                runner.stepper.rehearse(micro_batch, _Idle(runner.optim_wrapper))
+                if not runner.stepper.counts(micro_batch, index):  # the update ignores it: a mean over no items
+                    del seen[before:]
+        except Exception as reason:  # a model may check its input; the error becomes part of the message
+            error = f"{type(reason).__name__}: {str(reason).strip().partition(chr(10))[0]}"
+    bad = next((name for name, is_finite in seen if not bool(is_finite)), None)
+    return _Run([name for name, _ in seen], bad, error)
+
+
+@contextmanager
+def _watching(module: nn.Module, is_compiled: bool) -> Iterator[list[tuple[str, Tensor]]]:
+    """Record by name, in the order in which they end, whether the outputs of all modules are finite."""
+    seen: list[tuple[str, Tensor]] = []
+
+    def watch(name: str) -> Any:
+        def look(_: nn.Module, args: Any, output: Any) -> None:
+            flags = [tensor.detach().isfinite().all() for tensor in _tensors(output)]
+            if flags:
+                seen.append((name, torch.stack(flags).all()))
+
+        return look
+
+    handles = [part.register_forward_hook(watch(_title(name, part))) for name, part in module.named_modules()]
+    try:
+        # Compiled code ignores hooks that are registered after compilation.
+        with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+            yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _title(name: str, module: nn.Module) -> str:
+    return f"{name or 'the model'} ({type(module).__name__})"
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.numel():
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _first_with(weights: list[str], run: _Run, runner: Run) -> str | None:
+    """Return the first module in forward that directly owns some of the ``weights``; None if only averages do."""
+    own = {
+        _title(prefix, part): [name for name in weights if name.rpartition(".")[0] == prefix]
+        for prefix, part in runner.strategy.module.named_modules()
+    }
+    first = next((title for title in (*run.called, *own) if own.get(title)), None)
+    if first is None:
+        return None
+    return f"weights are not finite, {first} is the first module in forward with such weights ({', '.join(own[first])})"
+
+
+def _in_backward(runner: Run, window: list[Any]) -> str:
+    """Return the gradients that are not finite, when all outputs of forward are."""
+    again = "weights are finite, and so is every output when the batch is run again"
+    if not runner.stepper.differentiate(window):
+        return again
+    named = runner.strategy.module.named_parameters()
+    own = nonfinite({name: parameter.grad for name, parameter in named if parameter.grad is not None})
+    names = sorted({name for names in dist.all_gather_object(own) for name in names})
+    if names:
+        return f"{again}; in backward the gradients of {what_is_not_finite(names, 'parameter')} are not finite"
+    return f"{again}, and so is every gradient"
+
+
+class _Idle:
+    """Wraps an OptimWrapper, or several, for a model's own ``train_step``; it neither differentiates nor updates."""
+
+    def __init__(self, optim: Any) -> None:
+        self._optim = optim
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optim, name)
+
+    def __getitem__(self, name: str) -> _Idle:
+        return _Idle(self._optim[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._optim)
+
+    def __len__(self) -> int:
+        return len(self._optim)
+
+    def update_params(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    backward = step = zero_grad = update_params
+
+
+# Witness: finds losses and gradient norms that were not finite, with their iteration and rank.
+
+
+_PREFIX = "train/"
+
+
+class NonfiniteFigure(NamedTuple):
+    """A scalar that is not finite."""
+
+    iteration: int
+    name: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Look:
+    """The result of one look at the scalars that are new since the last look."""
+
+    is_bad: bool
+    """True if any scalar is not finite; on any rank, if ``is_agreed``."""
+    is_agreed: bool
+    """True if all processes know the same result; False if the model gives no loss to average."""
+    own: tuple[NonfiniteFigure, ...]
+    """This rank's own scalars that are not finite, oldest first."""
+    iterations: int
+    """Number of iterations since the last look."""
+    forgotten: int
+    """Number of the oldest of these iterations whose values are no longer kept."""
+
+
+@dataclass
+class _Watched:
+    key: str
+    history: HistoryBuffer
+    seen: int = 0
+    """Number of updates at the last look."""
+
+    def new(self) -> list[Any]:
+        """Return the values since the last look, newest first."""
+        return self.history.newest(self.history.updates - self.seen)
+
+
+class Witness:
+    """Looks at losses and gradient norms in the message hub, after they were read for a log line.
+
+    Losses are averaged over the processes at that time, so every process sees if one is not finite. The other scalars,
+    gradient norms and parts of losses, are reduced with them as a single number.
+
+    Args:
+        hub: the message hub of the run.
+        iteration: number of updates done.
+        norms: also look at gradient norms; with loss scaling they may be infinite, and the update is then skipped.
+    """
+
+    def __init__(self, hub: MessageHub, iteration: int, norms: bool) -> None:
+        self._hub, self._iteration = hub, iteration
+        self._names = re.compile("loss|grad_norm" if norms else "loss")
+        self._watched: list[_Watched] = []
+        self._size = 0
+        for watched in self._all():
+            watched.seen = watched.history.updates
+        hub.beside = self._others
+
+    def look(self, iteration: int) -> Look:
+        """Return what is new since the last look; the newest values belong to update number ``iteration``."""
+        hub, several = self._hub, not self._hub.topology.is_alone
+        own: list[NonfiniteFigure] = []
+        is_agreed, is_bad, kept = not several, False, 0
+        for watched in self._all():
+            values = watched.new()
+            watched.seen = watched.history.updates
+            kept = max(kept, len(values))
+            if several and watched.key == AVERAGED:
+                is_agreed = True
+                is_bad = bool(values) and not all(map(math.isfinite, (*map(float, values), hub.verdict.current())))
+                values = watched.history.averaged[::-1] if is_bad else []
+            own += self._not_finite(watched.key.removeprefix(_PREFIX), values, iteration)
+        count, self._iteration = iteration - self._iteration, iteration
+        if not (several and is_agreed):
+            is_bad = bool(own)
+        return Look(is_bad, is_agreed, tuple(sorted(own, key=_as_told)) if is_bad else (), count, count - kept)
+
+    def _all(self) -> list[_Watched]:
+        """Return the histories to look at; the list is extended when the hub has more scalars."""
+        scalars = self._hub.log_scalars
+        if len(scalars) != self._size:
+            known = {watched.key for watched in self._watched}
+            self._size = len(scalars)
+            self._watched += [
+                _Watched(key, history)
+                for key, history in scalars.items()
+                if key not in known and key.startswith(_PREFIX) and self._names.search(key)
+            ]
+        return self._watched
+
+    def _others(self) -> list[Any]:
+        return [value for watched in self._all() if watched.key != AVERAGED for value in watched.new()]
+
+    def _not_finite(self, name: str, values: list[Any], iteration: int) -> Iterator[NonfiniteFigure]:
+        for back, value in enumerate(values):
+            if not math.isfinite(number := float(value)):
+                yield NonfiniteFigure(iteration - back, name, number)
+
+
+def _as_told(finding: NonfiniteFigure) -> tuple[int, bool, str]:
+    """Return a sort key: oldest first, and losses before gradient norms, which follow from them."""
+    return finding.iteration, "grad_norm" in finding.name, finding.name
+
 
 _QUIET_LOOKS = 10
 _LEFT_OUT = "such updates are left out"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...core.registry import HOOKS
+from ...core.base.registry import HOOKS
+from .early_stopping import says_greater
 from .hook import Hook
-from .metric_rules import says_greater
 
 if TYPE_CHECKING:
     from ..run import Run

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import profiler
 
-from ...core.config import check_call
-from ...core.errors import ConfigError
-from ...core.registry import HOOKS
+from ...core.base.config import check_call
+from ...core.base.errors import ConfigError
+from ...core.base.registry import HOOKS
 from .hook import Hook
 
 if TYPE_CHECKING:

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...core.base.errors import ConfigError, FlexTrainError, LaunchError, counted
+from ...core.base.overriding import overridden
+from ...core.base.snapshot import Snapshot
 from ...core.comm import collectives as dist
-from ...core.comm.gather_with_gradient import gathering
-from ...core.comm.matched_calls import roll_call
-from ...core.device import peak_apart
-from ...core.errors import ConfigError, FlexTrainError, LaunchError, counted
-from ...core.overriding import overridden
-from ...core.random_state import kept_random_state
-from ...core.snapshot import Snapshot
-from ...core.torch_private import without_compiling
+from ...core.comm.agreement import roll_call
+from ...core.comm.topology import gathering
+from ...core.device.device import peak_apart
+from ...core.random.generators import kept_random_state
+from ...core.torch_compat.torch_private import without_compiling
 from ..data.first_batches import first_batches, only_once, parts_of
-from ..hooks.dispatch import HookDispatcher
+from ..data.lockstep import until_all_end
+from ..hooks.hook import HookDispatcher
 from ..metrics.evaluator import Evaluator, add_metrics
-from .evaluation_data import EVALUATION
-from .lockstep import until_all_end
+from .base import EVALUATION
 
 if TYPE_CHECKING:
     from ..run import Run

@@ -3,43 +3,109 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...core.base.errors import ConfigError, StrategyError
+from ...core.base.overriding import overridden
+from ...core.base.trees import tree_map_only
 from ...core.comm.collectives import is_main
-from ...core.comm.gather_with_gradient import gathering, gathering_refused
-from ...core.device import to_device
-from ...core.errors import ConfigError, StrategyError
-from ...core.gradients import giving_nothing
-from ...core.hugging_face.batch_keys import looking_at_keys
-from ...core.model import (
+from ...core.comm.topology import gathering, gathering_refused
+from ...core.device.device import to_device
+from ...core.model.base_model import (
+    BaseTTAModel,
     forget_averaged,
     has_forward,
     overrides,
+    overrides_test_step,
     own_run_forward,
     parse_losses,
     run_forward,
     takes_mode,
 )
-from ...core.overriding import overridden
-from ...core.taken_keys import taken_keys
-from ...core.torch_private import is_compiled
-from ...core.trees import tree_map_only
-from ...core.tta_model import BaseTTAModel, overrides_test_step
+from ...core.model.batch_keys import looking_at_keys, taken_keys
+from ...core.torch_compat.torch_private import is_compiled
+from ...optim.gradients import giving_nothing
 from ...optim.wrapper import OptimWrapper, StepInfo
 from ...optim.wrapper_dict import OptimWrapperDict
 from ...strategies.base import NOTHING, Strategy
-from ..data.exact_epochs import Counted
-from .evaluation_step import EvaluationStep
-from .fillers import leaving_buffers
-from .logged_values import kept, mean_of, of_filler, weighted_mean
-from .loss_weights import Weighing
-from .losses_of_result import losses_left_out, losses_of
+from ..data.readers import Counted
+from .losses import Weighing, kept, losses_left_out, losses_of, mean_of, of_filler, weighted_mean
+
+# EvaluationStep: calls the model for one batch of validation or testing.
+
+
+class EvaluationStep:
+    """Evaluates one batch, see EvalStep.
+
+    Args:
+        stepper: calls the model.
+        mode: "val" or "test".
+    """
+
+    def __init__(self, stepper: Any, mode: str) -> None:
+        self._stepper, self._mode = stepper, mode
+
+    def prepare(self, batch: Any) -> Any:
+        """See EvalStep."""
+        return self._stepper.preprocess(batch, False)
+
+    def predict(self, batch: Any) -> Any:
+        """See EvalStep."""
+        return self._stepper.predict(batch, self._mode)
+
+
+# Fillers: micro-batches that run, because other processes have one more, and count nothing. See ExactEpochs.
+
+
+@contextmanager
+def leaving_buffers(module: nn.Module) -> Iterator[None]:
+    """Context after which the buffers, such as running statistics, are what they were."""
+    before = [
+        (part, name, buffer, buffer.clone())
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        for part, name, buffer, value in before:
+            # Without a trace: torch's batch normalisation leaves none either, and a buffer that seems written would no
+            # longer be compared with its replicas.
+            buffer.data.copy_(value)
+            if part.get_buffer(name) is not buffer:
+                setattr(part, name, buffer)
+
+
+def check_counted(counted: Counted | None, stepper: Any) -> None:
+    """Check that the last update of an epoch can be the mean over its samples.
+
+    Args:
+        counted: what counts in it; None: everything, equally.
+        stepper: makes the update.
+
+    Raises:
+        ConfigError: the model weighs its micro-batches itself, or mixes the samples of all processes.
+    """
+    if counted is None:
+        return
+    where, instead = "train_dataloader.sampler.round_up: False", "leave round_up out, or give drop_last=True"
+    if stepper.custom_train:
+        raise ConfigError(
+            f"{where} gives the last update of an epoch {counted.total} samples in micro-batches of different sizes, and "
+            f"{type(stepper.module).__name__} defines its own train_step, which does not weigh them; {instead}"
+        )
+    if counted.has_filler and any(isinstance(part, nn.SyncBatchNorm) for part in stepper.module.modules()):
+        raise ConfigError(
+            f"{where} leaves a process without a sample where others have one, and the sample that it repeats would count in "
+            f"SyncBatchNorm's statistics; {instead}"
+        )
+
 
 _WHOLE = (None,)
 _NO_FILLER = (

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import bisect
 import inspect
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from ...core.comm.joint_errors import raising_together
-from ...core.config import PositiveInt
-from ...core.errors import ConfigError, counted
-from ...core.random_state import load_rng_state, rng_state
+from ...core.base.config import PositiveInt
+from ...core.base.errors import ConfigError, counted
+from ...core.base.registry import LOOPS
+from ...core.comm.agreement import raising_together
+from ...core.random.generators import load_rng_state, rng_state
 from ..data.dataloaders import TrainData
 from .base import BaseLoop, EvaluationCut
-from .fillers import check_counted
-from .loss_weights import UnequalMeans
+from .losses import UnequalMeans
+from .step import check_counted
 
 if TYPE_CHECKING:
     from ..run import Run
-
 
 _LEFT_OUT: Any = object()
 
@@ -327,3 +328,194 @@ class TrainLoop(BaseLoop):
     def _progress(self) -> tuple[int, int]:
         """Return the epoch, and the updates completed in it."""
         return self._epoch, self._inner
+
+
+# EpochBasedTrainLoop: training in passes over the data.
+
+
+@LOOPS.register_module()
+class EpochBasedTrainLoop(TrainLoop):
+    """Trains for a number of epochs.
+
+    Args:
+        max_epochs: number of epochs.
+        val_begin: first epoch, counted from 1, after which validation may run.
+        val_interval: epochs between validations; the last epoch is always validated.
+        dynamic_intervals: ``[(epoch, interval), ...]``: the interval holds from that epoch on.
+    """
+
+    def __init__(
+        self,
+        runner: Run,
+        dataloader: Iterable[Any],
+        max_epochs: PositiveInt,
+        val_begin: PositiveInt = 1,
+        val_interval: PositiveInt = 1,
+        dynamic_intervals: list[tuple[int, PositiveInt]] | None = None,
+    ) -> None:
+        super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
+        if self.data.epoch_length is None:
+            raise ConfigError(
+                "train_cfg.by_epoch: the training data have no end or no length, give by_epoch=False and max_iters, or the "
+                "dataset or loader a __len__"
+            )
+        self._max_epochs = max_epochs
+        self._ended: int | None = None  # the epoch that has ended last, until the next one begins
+
+    @property
+    def _length(self) -> int:
+        return cast(int, self.data.epoch_length)
+
+    @property
+    def max_epochs(self) -> int:
+        """See TrainLoop."""
+        return self._max_epochs
+
+    @property
+    def max_iters(self) -> int:
+        """See TrainLoop."""
+        return self._max_epochs * self._length + self._ahead
+
+    @property
+    def inner(self) -> int:
+        """See TrainLoop."""
+        return self._inner if self._ended in (None, self._epoch) else 0
+
+    def run(self) -> Any:
+        """Train, with validation after the epochs at which it is due."""
+        runner = self._runner
+        self._iter = self._done  # a hook of the last update may have ended the run before
+        runner.call_hook("before_train")
+        self.try_validation()
+        self.validate(self._epoch)
+        while self._epoch < self._max_epochs and not self.stop_training:
+            self._begin()
+            begun = self._epoch
+            self.run_epoch()
+            if self._inner == 0:
+                raise ConfigError(f"train_cfg.type: {type(self).__name__}.run_epoch made no update, see run_iter")
+            self._ended, self._epoch = begun, begun + 1  # a subclass's own may leave the counting to the loop
+            self.validate(self._epoch)
+        runner.call_hook("after_train")
+        return runner.model
+
+    def run_epoch(self) -> None:
+        """Train on one epoch, or on the rest of it."""
+        runner = self._runner
+        self._begin()
+        runner.model.train()
+        runner.call_hook("before_train_epoch")
+        run_iter = self._iterate()
+        for idx, batch in enumerate(self.batches(), self._inner):
+            run_iter(idx, batch)
+        if self._inner == 0:
+            raise self.data.no_batch()
+        self._ended = self._epoch
+        runner.call_hook("after_train_epoch")
+        self._epoch += 1
+
+    def batches(self) -> Iterator[Any]:
+        """See TrainLoop; those that are left in the epoch."""
+        self._begin()
+        return self._due()
+
+    def _begin(self) -> None:
+        if self._ended is not None:
+            self._ended, self._inner = None, 0
+
+    def _at_hook(self, point: str) -> None:
+        if point == "after_train_epoch":
+            self._ended = self._epoch
+
+    def _progress(self) -> tuple[int, int]:
+        """Return the epoch and its updates; in the hooks after an epoch, the epoch is counted as completed."""
+        return (self._epoch, self._inner) if self._ended is None else (self._ended + 1, 0)
+
+
+# IterBasedTrainLoop: training for a number of updates.
+
+
+@LOOPS.register_module()
+class IterBasedTrainLoop(TrainLoop):
+    """Trains for a number of updates, starting the data again whenever they end.
+
+    Args:
+        max_iters: number of updates.
+        val_begin: first iteration, counted from 1, after which validation may run.
+        val_interval: iterations between validations; the last iteration is always validated.
+        dynamic_intervals: ``[(iteration, interval), ...]``: the interval holds from that iteration on.
+    """
+
+    by_epoch = False
+
+    def __init__(
+        self,
+        runner: Run,
+        dataloader: Iterable[Any],
+        max_iters: PositiveInt,
+        val_begin: PositiveInt = 1,
+        val_interval: PositiveInt = 1000,
+        dynamic_intervals: list[tuple[int, PositiveInt]] | None = None,
+    ) -> None:
+        super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
+        self._max_iters = max_iters
+        self._iterator: Iterator[Any] | None = None
+
+    @property
+    def _index(self) -> int:
+        return self._done
+
+    @property
+    def _length(self) -> int:
+        return self.data.epoch_length or self._max_iters
+
+    @property
+    def max_epochs(self) -> int:
+        """See TrainLoop."""
+        return math.ceil((self._max_iters - self._ahead) / self._length)
+
+    @property
+    def max_iters(self) -> int:
+        """See TrainLoop."""
+        return self._max_iters
+
+    def run(self) -> Any:
+        """Train, with validation after the iterations at which it is due."""
+        runner = self._runner
+        self._iter = self._done  # a hook of the last update may have ended the run before
+        runner.call_hook("before_train")
+        self.try_validation()
+        self.validate(self._iter)
+        runner.model.train()
+        runner.call_hook("before_train_epoch")
+        if not self.stop_training:
+            self._run_iters()
+        runner.call_hook("after_train_epoch")
+        runner.call_hook("after_train")
+        return runner.model
+
+    def _run_iters(self) -> None:
+        run_iter = self._iterate()
+        for batch in self.batches():
+            run_iter(self._done, batch)
+            self._iter = self._done  # a subclass's own may leave the counting to the loop
+            self.validate(self._iter)
+            if self.stop_training:
+                return
+
+    def batches(self) -> Iterator[Any]:
+        """See TrainLoop; those of all passes over the data that are left. An InfiniteSampler's pass never ends."""
+        while self._done < self._max_iters:
+            yield from self._due(self._inner + self._max_iters - self._done)
+            if self._done < self._max_iters:
+                if self._inner == 0:
+                    raise self.data.no_batch()
+                self._epoch += 1
+                self._inner = 0
+
+    @property
+    def dataloader_iterator(self) -> Iterator[Any]:
+        """The iterator over ``batches()``, as MMEngine's loop has it."""
+        if self._iterator is None:
+            self._iterator = self.batches()
+        return self._iterator

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...core.base.errors import ConfigError, counted, one_of
+from ...core.base.registry import METRICS
 from ...core.comm import collectives as dist
-from ...core.device import to_device
-from ...core.errors import ConfigError, counted, one_of
-from ...core.registry import METRICS
+from ...core.device.device import to_device
 from .base import BaseMetric
 
 _PICKLES, _TENSORS = (".pkl", ".pickle"), (".pt", ".pth")

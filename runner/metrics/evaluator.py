@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from ...core.base.config import refuse_foreign
+from ...core.base.errors import ConfigError
+from ...core.base.registry import EVALUATOR, METRICS
 from ...core.comm.topology import Topology
-from ...core.errors import ConfigError
-from ...core.foreign_classes import refuse_foreign
-from ...core.registry import EVALUATOR, METRICS
 from ..data.collate import pseudo_collate
 from ..data.user_loaders import length_of
 from .base import BaseMetric

@@ -4,18 +4,55 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...core.base.errors import ConfigError
+from ...core.base.registry import METRICS
 from ...core.comm import collectives as dist
-from ...core.errors import ConfigError
-from ...core.registry import METRICS
+from ...core.model.token_counts import labels_in_loss
 from .base import BaseMetric
-from .counted_labels import counts_first_label
+
+# Which labels the loss of a model is a mean over: all of them, or all but the first of each sequence.
+
+
+def counts_first_label(model: nn.Module) -> bool | None:
+    """Return whether the first label of a sequence counts; None: not known.
+
+    Args:
+        model: any. In a model that is not of transformers, the parts that are decide, if all of them say the same.
+    """
+    found = {_counts_first(part) for part in _of_transformers(model)} - {None}
+    return found.pop() if len(found) == 1 else None
+
+
+def _of_transformers(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost models of transformers, with peft's wrapper around them."""
+    if hasattr(model, "get_base_model") or _is_of_transformers(model):
+        yield model
+        return
+    for child in model.children():
+        yield from _of_transformers(child)
+
+
+def _counts_first(model: Any) -> bool | None:
+    if (labels := labels_in_loss(model)) is not None:
+        return labels == "all"
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if getattr(getattr(base, "config", None), "is_encoder_decoder", False):
+        return True
+    return True if any(kind.__name__.endswith("ForMaskedLM") for kind in type(base).__mro__) else None
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    """Without importing the package for the question."""
+    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(model).__mro__}
+    return "transformers.modeling_utils.PreTrainedModel" in kinds
+
 
 _logger = logging.getLogger("flextrain")
 _IGNORED = -100

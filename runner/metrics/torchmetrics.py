@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.base.registry import METRICS
 from ...core.comm import collectives as dist
-from ...core.registry import METRICS
 from .base import BaseMetric
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from .build import build_reporters
 from .console import check_log_level, close_logger, setup_logger
 from .history import HistoryBuffer
 from .jsonl import JsonLinesReporter
 from .log_processor import LogProcessor, build_log_processor
 from .message_hub import MessageHub
-from .mlflow import MlflowReporter
 from .progress import ProgressBar, is_interactive
 from .reporter import Reporter
-from .tensorboard import TensorboardReporter
-from .visualizer import Visualizer, build_visualizer
-from .wandb import WandbReporter
+from .trackers import MlflowReporter, TensorboardReporter, WandbReporter
+from .visualizer import Visualizer, build_reporters, build_visualizer
 
 __all__ = [
     "HistoryBuffer",

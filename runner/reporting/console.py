@@ -7,14 +7,79 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 
-from ...core.errors import ConfigError, one_of, suggest
-from ...core.log_marks import ON_TERMINAL, ONLY_IN_FILE, TRACEBACK_IN_FILE
-from .log_file import EndFile, LogFile
+from ...core.base.errors import ON_TERMINAL, ONLY_IN_FILE, TRACEBACK_IN_FILE, ConfigError, one_of, suggest
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+# LogFile and EndFile: log files that do not end a run when their storage fails.
+
+
+class LogFile(logging.FileHandler):
+    """Writes records to a file. If its storage fails, one line on stderr says so until it works again.
+
+    Args:
+        path: the file.
+        delay: create the file with the first record.
+    """
+
+    def __init__(self, path: Path, delay: bool = False) -> None:
+        super().__init__(path, encoding="utf-8", delay=delay)
+        self._fails = self._failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        self._failed = False
+        super().emit(record)
+        self._fails = self._failed
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, logging's name
+        """Tell of storage that fails in one line, of other errors as logging does."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        if not self._fails:
+            sys.stderr.write(f"flextrain: {self.baseFilename}: log lines are lost, {error.strerror or error}\n")
+        self._failed = True
+
+    def close(self) -> None:
+        """Close the file; what a full disk did not take is lost, as ``handleError`` has said."""
+        try:
+            super().close()
+        except OSError as error:
+            if not self._fails:
+                sys.stderr.write(f"flextrain: {self.baseFilename}: log lines are lost, {error.strerror or error}\n")
+
+
+class EndFile(LogFile):
+    """Writes how this process ended, and nothing else.
+
+    Args:
+        path: the log file, which is created only then.
+        level: the lowest level of a record to write.
+    """
+
+    def __init__(self, path: Path, level: int) -> None:
+        super().__init__(path, delay=True)
+        self.setLevel(level)
+        self.addFilter(lambda record: getattr(record, TRACEBACK_IN_FILE, False))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one end."""
+        try:
+            Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+            super().emit(record)
+        except OSError:  # making the folder, or opening the file
+            self.handleError(record)
+
 
 NAME = "flextrain"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -190,3 +255,69 @@ def check_log_level(level: int | str) -> int:
     if isinstance(level, bool) or not isinstance(level, int):
         raise ConfigError(f"log_level: {level!r} is not allowed, choose {one_of(_LEVELS)}")
     return level
+
+
+# Tables in the log: drawn on a terminal, plain lines in files and pipes.
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table for the log.
+
+    Attributes:
+        title: its first line.
+        columns: headings; empty ones are not shown.
+        rows: the cells.
+        right: indices of the columns of numbers.
+        last_is_sum: whether a rule separates the last row from the others.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    right: Collection[int] = ()
+    last_is_sum: bool = False
+
+    def as_lines(self) -> str:
+        """Return the title and a line for each row."""
+        rows = [self.columns, *self.rows] if any(self.columns) else list(self.rows)
+        widths = [max(len(row[i]) for row in rows) for i in range(len(self.columns))]
+        lines = [f"{self.title}:"]
+        for row in rows:
+            cells = (
+                cell.rjust(width) if i in self.right else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            lines.append(f"  {'  '.join(cells)}".rstrip())
+        return "\n".join(lines)
+
+    def drawn(self) -> RichTable:
+        """Return the table for a terminal."""
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = RichTable(
+            title=Text(self.title, style="bold"),
+            title_justify="left",
+            box=SIMPLE_HEAD,
+            show_header=any(self.columns),
+            pad_edge=False,
+        )
+        for i, column in enumerate(self.columns):
+            is_label = not any(self.columns) and i == 0
+            table.add_column(
+                Text(column),
+                justify="right" if i in self.right else "left",
+                style="dim" if is_label else None,
+                no_wrap=i in self.right or is_label,
+                overflow="fold",
+            )
+        for i, row in enumerate(self.rows):
+            table.add_row(*map(Text, row), end_section=self.last_is_sum and i == len(self.rows) - 2)
+        return table
+
+
+def log_table(logger: logging.Logger, table: Table) -> None:
+    """Log a table: drawn where the console is a terminal, elsewhere as lines."""
+    logger.info(table.as_lines(), extra={ON_TERMINAL: table})

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ...core.base.errors import ConfigError, one_of, suggest
 from ...core.comm.collectives import all_reduce
 from ...core.comm.topology import Topology
-from ...core.errors import ConfigError, one_of, suggest
 
 
 class HistoryBuffer:

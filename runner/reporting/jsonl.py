@@ -11,9 +11,8 @@ from typing import Any, TextIO
 
 from torch import nn
 
-from ...core.registry import REPORTERS
-from .pictures import Picture, as_png
-from .reporter import Reporter, plain_value
+from ...core.base.registry import REPORTERS
+from .reporter import Picture, Reporter, as_png, plain_value
 
 
 @REPORTERS.register_module(["JsonLinesReporter", "LocalVisBackend"])

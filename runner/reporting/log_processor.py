@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch import Tensor
 
-from ...core.config import Config, check_call, validate
-from ...core.device import memory_mb, memory_source
-from ...core.errors import ConfigError
-from ...core.overriding import refuse_unused
+from ...core.base.config import Config, check_call, validate
+from ...core.base.errors import ConfigError
+from ...core.base.overriding import refuse_unused
+from ...core.device.device import memory_mb, memory_source
 from .history import HistoryBuffer, UnreadMean, check_statistic
 from .message_hub import AVERAGED, MessageHub
 

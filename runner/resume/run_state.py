@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ...core.base.errors import CheckpointError, ConfigError, FlexTrainError, counted
+from ...core.base.events import job
+from ...core.base.tensors import replica_of
 from ...core.checkpoint import (
     Checkpoint,
     PendingSave,
@@ -23,32 +26,205 @@ from ...core.checkpoint import (
     what_is_not_finite,
     without_prefix,
 )
-from ...core.checkpoint.export.exported_adapters import TRANSPOSED
-from ...core.checkpoint.load.adapter_names import is_adapter
+from ...core.checkpoint.export.peft_adapters import TRANSPOSED
 from ...core.checkpoint.participants import Participants
-from ...core.comm.joint_errors import gather_differing, raising_together
-from ...core.errors import CheckpointError, counted
-from ...core.fingerprints import replica_of
-from ...core.hugging_face.model_description import META_KEY
-from ...core.module_state import own_loading
-from ...core.random_state import rng_state
-from ...core.supervision import job
-from ...core.torch_private import storage_key
+from ...core.checkpoint.weights import is_adapter
+from ...core.comm.agreement import gather_differing, raising_together
+from ...core.hugging_face.pretrained import META_KEY
+from ...core.model.module_state import own_loading
+from ...core.random.generators import rng_state
+from ...core.torch_compat.torch_private import storage_key
 from ...optim.canonical import FROZEN
-from ..finite_weights import averaged_name, keys_to_keep_finite
 from ..options import Resume
-from .adapter_settings import ADAPTERS, adapter_configurations, check_adapters, transposed_layers
-from .data_position import begin_epoch_anew, check_counts, continue_epoch, data_facts, load_loader
-from .frozen_weights import LEFT_OUT, check_left_out
-from .hook_view import SavedView
-from .model_extras import LATE, extra_template, finish, module_state, prepare
-from .optimizer_settings import check_optimizer, frozen, telling_what_differs
-from .pieces import advice, check_hooks, piece
-from .random_states import load_random
-from .scheduler_states import first_values, load_schedulers, scheduler_states, schedules_anew
+from .data_position import begin_epoch_anew, check_counts, continue_epoch, data_facts, load_loader, load_random
+from .resumed_schedules import (
+    check_optimizer,
+    first_values,
+    frozen,
+    load_schedulers,
+    scheduler_states,
+    schedules_anew,
+    telling_what_differs,
+)
+from .weights import (
+    ADAPTERS,
+    LATE,
+    LEFT_OUT,
+    adapter_configurations,
+    averaged_name,
+    check_adapters,
+    check_left_out,
+    extra_template,
+    finish,
+    keys_to_keep_finite,
+    module_state,
+    prepare,
+    transposed_layers,
+)
 
 if TYPE_CHECKING:
     from ..run import Run
+
+# Read one piece of a checkpoint after the other; an error says how to resume without the piece.
+
+
+_WITHOUT = {
+    "optimizer": "the optimizer's state then starts afresh",
+    "param_scheduler": "schedules then start afresh",
+    "random": "random numbers then come from the run's own seed",
+    "hooks": "hooks then start afresh",
+    "logs": "smoothed figures then start afresh",
+    "data": "the epoch under way then begins anew",
+}
+
+
+def advice(*names: str | None) -> str:
+    """Return how to resume without some pieces; None stands for a piece that every run needs."""
+    known = [name for name in names if name is not None]
+    if len(known) < len(names):
+        return "load_from takes its weights alone"
+    options, it = ", ".join(f"{name}=False" for name in known), "it" if len(known) == 1 else "them"
+    return f"resume=dict({options}) leaves {it} out, {', '.join(_WITHOUT[name] for name in known)}"
+
+
+@contextmanager
+def piece(path: Path, key: str, name: str | None = None) -> Iterator[None]:
+    """Name the piece of a checkpoint in every error of the block, and the option that leaves the piece out.
+
+    Raises:
+        CheckpointError: on one line, in place of any error that a damaged piece causes.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {key} is damaged, {error}; {advice(name)}") from error
+    except FlexTrainError as error:
+        reason = str(error).removeprefix(f"{path}: ")
+        raise CheckpointError(f"{path}: {reason}; {advice(name)}") from error
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{path}: {key} is damaged, {type(error).__name__}: {reason}; {advice(name)}") from error
+
+
+# The loop and the data
+
+
+def check_hooks(
+    runner: Run, saved: Mapping[str, Sequence[str]], present: Container[str], own: Mapping[str, Any]
+) -> None:
+    """Check that the saved state of all hooks is complete, and log which hooks are new and which are gone.
+
+    Args:
+        runner: the run with the hooks.
+        saved: keys of the saved state, by the hook's name.
+        present: the keys of the checkpoint.
+        own: current states, by the hook's name.
+
+    Raises:
+        CheckpointError: a key is missing.
+    """
+    for name, keys in saved.items():
+        if lost := next((key for key in keys if key not in present), None):
+            raise CheckpointError(f"has no {lost}")
+        if name not in own:
+            runner.logger.info(f"The state of {name} is left out: the run has no such hook")
+    for name, state in own.items():
+        if state and name not in saved:
+            runner.logger.info(f"{name} starts afresh: the checkpoint has no state of it")
+
+
+# SavedView: the checkpoint as ``before_save_checkpoint`` hooks see and change it.
+
+
+_WHERE = "before_save_checkpoint"
+_MODEL, _OPTIMIZER = "model.", "optim."
+_PLAIN_VALUES = {"meta": "meta", "param_schedulers": "scheduler", "message_hub": "message_hub"}
+_OWN_KEY = 'give what is to be saved a key of its own: checkpoint["..."] = value'
+
+
+class SavedView:
+    """A dict in MMEngine's form with the state that is about to be saved.
+
+    ``meta``, ``message_hub`` and ``param_schedulers`` (lists by the optimizer's name) are plain values, saved with the
+    hooks' changes. ``state_dict`` has the live weights; of a sharded one, this process's shard. A plain tensor may be
+    replaced by another one of the same shape, and names may be removed if the checkpoint has no optimizer.
+    ``optimizer`` may only be removed as a whole.
+
+    Args:
+        state: the state by canonical key; changed by ``apply``.
+    """
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+        self.checkpoint: dict[str, Any] = {key: state[name] for key, name in _PLAIN_VALUES.items() if name in state}
+        self._weights, self._optimizer = _part(state, _MODEL), _part(state, _OPTIMIZER)
+        self.checkpoint["state_dict"] = dict(self._weights)
+        if self._optimizer:
+            self.checkpoint["optimizer"] = dict(self._optimizer)
+
+    def apply(self) -> dict[str, Any]:
+        """Apply the hooks' changes to the state, and return what the hooks added.
+
+        Raises:
+            CheckpointError: a change cannot be saved.
+        """
+        found = dict(self.checkpoint)
+        for key, name in _PLAIN_VALUES.items():
+            if key in found:
+                self._state[name] = found.pop(key)
+            else:
+                self._state.pop(name, None)
+        self._change_optimizer(found.pop("optimizer", None))
+        self._change_weights(found.pop("state_dict", None))
+        return found
+
+    @property
+    def has_optimizer(self) -> bool:
+        """True if the state still has that of the optimizer."""
+        return any(key.startswith(_OPTIMIZER) for key in self._state)
+
+    def _change_optimizer(self, found: Any) -> None:
+        if found is None:
+            for key in self._optimizer:
+                del self._state[_OPTIMIZER + key]
+        elif not self._optimizer or found.keys() != self._optimizer.keys() or _differing(found, self._optimizer):
+            raise CheckpointError(
+                f'{_WHERE}: a hook has changed checkpoint["optimizer"], which may only be removed as a whole; {_OWN_KEY}'
+            )
+
+    def _change_weights(self, found: Any) -> None:
+        if not isinstance(found, dict):
+            raise CheckpointError(
+                f'{_WHERE}: a hook has removed checkpoint["state_dict"], but a checkpoint needs its weights'
+            )
+        if new := sorted(found.keys() - self._weights.keys()):
+            raise CheckpointError(f'{_WHERE}: a hook has added {new[0]} to checkpoint["state_dict"], {_OWN_KEY}')
+        if lost := sorted(self._weights.keys() - found.keys()):
+            if self.has_optimizer:
+                raise CheckpointError(
+                    f'{_WHERE}: a hook has removed {lost[0]} from checkpoint["state_dict"], which makes resuming '
+                    "impossible; save_optimizer=False saves only weights, and strategy=dict(exclude_frozen_parameters=True) "
+                    "leaves frozen parameters out"
+                )
+            for name in lost:
+                del self._state[_MODEL + name]
+        for name in _differing(found, self._weights):
+            value, before = found[name], self._weights[name]
+            if type(before) is not Tensor or type(value) is not Tensor or value.shape != before.shape:
+                raise CheckpointError(
+                    f'{_WHERE}: a hook has put {type(value).__name__} in the place of checkpoint["state_dict"]["{name}"], '
+                    f"a {type(before).__name__} of shape {tuple(before.shape)}; only a plain tensor may be replaced, by one of "
+                    "the same shape; change the model instead"
+                )
+            self._state[_MODEL + name] = value
+
+
+def _part(state: dict[str, Any], prefix: str) -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+
+
+def _differing(found: dict[str, Any], given: dict[str, Any]) -> list[str]:
+    return [name for name, value in found.items() if value is not given[name]]
 
 
 def save(

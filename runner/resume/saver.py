@@ -3,18 +3,98 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
+import shutil
 import time
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...core.checkpoint import PendingSave, Staging, what_is_not_finite
-from ...core.errors import CheckpointError, StorageError
-from ...core.events import append_event
+from torch import Tensor
+
+from ...core.base.byte_sizes import size_text
+from ...core.base.errors import CheckpointError, ConfigError, StorageError, counted, suggest
+from ...core.base.events import append_event
+from ...core.base.tensors import check_tensor
+from ...core.checkpoint import PendingSave, Staging, is_local, remove_checkpoint, what_is_not_finite
+from ...core.checkpoint.directory import check_no_other_files, temporary, to_json
+from ...core.checkpoint.export.files import claimed
+from ...core.checkpoint.export.hugging_face import check_target, write_hugging_face
+from ...core.checkpoint.export.peft_adapters import merged
+from ...core.checkpoint.load import Checkpoint
+from ...core.checkpoint.untrusted import one_line
+from ...core.comm.agreement import raising_together, told_by_rank_0
+from ..transforms.torchao import needs_leaving_out
 from . import run_state
-from .failed_saves import FailedSaves
+from .resumed_schedules import scheduler_states
+from .run_state import hook_state, named_hooks
+from .weights import ADAPTERS
 
 if TYPE_CHECKING:
     from ..run import Run
+
+# FailedSaves: the saves of a run that failed in storage, and whether the last one of each kind did.
+
+
+ON_ERROR = ("raise", "continue")
+
+
+def check_on_error(value: Any, where: str) -> None:
+    """Raise ConfigError if ``value`` is no reaction to a save that fails."""
+    if value not in ON_ERROR:
+        hint = suggest(str(value), ON_ERROR)
+        raise ConfigError(f'{where}: {value!r} is not allowed, choose "raise" or "continue"{hint}')
+
+
+class FailedSaves:
+    """Which checkpoints could not be saved although training went on, as ``on_error="continue"`` asks."""
+
+    def __init__(self) -> None:
+        self._failed: set[str] = set()
+        self._in_a_row: dict[str, int] = {}  # by kind of checkpoint, since the last one that was saved
+        self._last: dict[str, StorageError] = {}
+        self._newest: Path | None = None
+
+    def __contains__(self, path: str | Path) -> bool:
+        return str(path) in self._failed
+
+    def add(self, path: Path) -> None:
+        """Record that the last save of ``path`` failed; an earlier checkpoint of this name is still there."""
+        self._failed.add(str(path))
+
+    def go_on(self, run: Run, path: Path, error: StorageError) -> None:
+        """Warn of a failure that every process knows, and write it down in ``events.jsonl``."""
+        self.add(path)
+        kind = _kind(path)
+        if path.parent != run.fast_checkpoint_dir:  # which nobody needs after the end
+            self._last[kind] = error
+        times = self._in_a_row[kind] = self._in_a_row.get(kind, 0) + 1
+        found = f"the last one saved is {self._newest}" if self._newest else "none was saved yet in this run"
+        more = f", {counted(times, 'failure')} in a row" if times > 1 else ""
+        run.logger.warning(f'{error}; training goes on (on_error="continue"), {found}{more}')
+        if run.rank == 0:
+            done = run.train_loop.state_dict()["iter"]
+            append_event(run.work_dir, "save_failed", rank=0, iter=done, path=str(path), reason=str(error))
+
+    def saved(self, path: Path) -> None:
+        """Record that ``path`` is complete."""
+        self._failed.discard(str(path))
+        self._in_a_row.pop(_kind(path), None)
+        self._last.pop(_kind(path), None)
+        self._newest = path
+
+    def raise_last(self) -> None:
+        """Raise StorageError if the last save of any kind failed, once; called when training has ended."""
+        last, self._last = self._last, {}
+        for error in last.values():
+            raise StorageError(f"The last checkpoint is missing, training itself is done: {error}")
+
+
+def _kind(path: Path) -> str:
+    """The path without the numbers in its name: what ``iter_10`` and ``iter_20`` have in common."""
+    return str(path.parent / re.sub(r"\d+", "", path.name))
 
 
 class Saver:
@@ -136,3 +216,106 @@ class Saver:
             f"Checkpoint {path.name} holds NaN or infinity in {what_is_not_finite(keys)}: it is marked, resume=True "
             "skips it, and no older one is deleted for it",
         )
+
+
+# Check before training that a checkpoint of the run could be written: otherwise the first save would end it.
+
+
+def check_can_be_saved(run: Run) -> None:
+    """Check the states of model, optimizer, schedules and hooks, and the free space of the folder; a collective.
+
+    State that appears only during training is not known yet, and what hooks add in ``before_save_checkpoint``.
+
+    Raises:
+        CheckpointError: on every process, if a value cannot be saved on one of them, or there is too little space.
+    """
+    with raising_together():
+        state: dict[str, Any] = dict(run.strategy.state_dict())
+        for name, hook in named_hooks(run):
+            state.update(_state_of(run, name, hook))
+        state.update(scheduler_states(run))
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                if needs_leaving_out(value):
+                    raise CheckpointError(
+                        f"{key}: is quantised ({type(value).__name__}), and checkpoints cannot hold quantised weights; leave them out, "
+                        "strategy=dict(type=..., exclude_frozen_parameters=True)"
+                    )
+                check_tensor(key, value)
+            else:
+                to_json(value, key)
+        folders = {
+            "work_dir or CheckpointHook.out_dir": run.checkpoint_dir,
+            "CheckpointHook.fast_dir": run.fast_checkpoint_dir,
+        }
+        for key, folder in folders.items():
+            if run.rank == 0 and folder is not None and is_local(folder):
+                _check_space(folder, key, [value for value in state.values() if isinstance(value, Tensor)])
+
+
+def _state_of(run: Run, name: str, hook: Any) -> dict[str, Any]:
+    try:
+        return hook_state(name, hook)
+    except CheckpointError:
+        raise
+    except Exception as error:  # it may exist only after the first update; a save will raise what is then wrong
+        run.logger.warning(
+            f"{type(hook).__name__}.state_dict: fails before training, {type(error).__name__}: {one_line(error)}; it is called "
+            "there when a run is resumed, give the state its first value in __init__"
+        )
+        return {}
+
+
+def _check_space(folder: Path, key: str, tensors: list[Tensor]) -> None:
+    """Raise CheckpointError if the folder's file system has no room for the tensors that exist already."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    total, _, free = shutil.disk_usage(existing)
+    needed = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)  # whole, also of a shard
+    if total and free < needed:
+        raise CheckpointError(
+            f"{folder}: has {size_text(free)} free, and a checkpoint takes {size_text(needed)} or more; make room, or give "
+            f"another folder as {key}"
+        )
+
+
+# Export the model of a run as it is now.
+
+
+def export_model(run: Run, folder: Path, options: Mapping[str, Any]) -> list[Path]:
+    """Write a folder that ``from_pretrained`` loads, by way of a checkpoint without an optimizer; a collective.
+
+    Rank 0 holds the folder meanwhile, so that what another run has left beside it can be removed.
+
+    Raises:
+        CheckpointError: the model is none of transformers, or the folder holds one already.
+    """
+    if run.hugging_face is None:
+        raise CheckpointError(
+            f"{folder}: {type(run.strategy.module).__name__} is no model of transformers, nor does it have exactly one; "
+            "save a checkpoint, and give flextrain checkpoint export"
+        )
+    weights = folder.with_name(f".{folder.name}.weights")
+    with ExitStack() as stack:
+        told_by_rank_0(lambda: _begin(stack, folder, weights, options))
+        run_state.save(run, weights, save_optimizer=False, save_param_scheduler=False, is_export=True)
+        return told_by_rank_0(lambda: _write(weights, folder, options))
+
+
+def _begin(stack: ExitStack, folder: Path, weights: Path, options: Mapping[str, Any]) -> None:
+    check_target(folder, **options)
+    stack.enter_context(claimed(folder))
+    check_no_other_files(weights)
+    stack.callback(_remove, weights)
+
+
+def _remove(weights: Path) -> None:
+    """Remove the checkpoint beside the folder, also a part of one; it is in nobody's way if that fails."""
+    with suppress(OSError):
+        for path in (temporary(weights), weights):
+            remove_checkpoint(path)
+
+
+def _write(weights: Path, folder: Path, options: Mapping[str, Any]) -> list[Path]:
+    source = Checkpoint.open(weights)
+    with merged(source) if source.values.get(ADAPTERS) else nullcontext(source) as whole:
+        return write_hugging_face(whole, folder, **options)

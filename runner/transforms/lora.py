@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from ...core.base.errors import ConfigError, nearest, one_of, suggest
+from ...core.base.registry import TRANSFORMS
 from ...core.checkpoint.untrusted import one_line
-from ...core.errors import ConfigError, nearest, one_of, suggest
-from ...core.registry import TRANSFORMS
 from ..reporting.reporter import import_extra
 
 _FILLED_IN = ("auto_mapping", "inference_mode", "peft_type", "peft_version")

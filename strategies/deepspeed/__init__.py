@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .optimizers import register_optimizers
+from .half_precision import register_optimizers
 from .strategy import DeepSpeedStrategy
 from .wrapper import DeepSpeedOptimWrapper
 

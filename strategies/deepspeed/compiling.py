@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import StrategyError
-from ...core.torch_private import build_folder, build_lock_is_advisory
+from ...core.base.errors import StrategyError
+from ...core.torch_compat.torch_private import build_folder, build_lock_is_advisory
 
 logger = logging.getLogger("flextrain")
 
@@ -121,3 +121,37 @@ def _who_has_open(lock: Path) -> int | None:
             if link.readlink() == target:
                 return int(link.parts[2])
     return None
+
+
+# The package deepspeed, which may not be installed.
+
+
+def deepspeed() -> Any:
+    """Import and return the package deepspeed.
+
+    Raises:
+        StrategyError: it is not installed, or cannot be imported.
+    """
+    try:
+        import deepspeed as found
+    except ModuleNotFoundError as error:
+        missing = "" if error.name == "deepspeed" else f" ({error})"
+        raise StrategyError(
+            f'strategy.type: "DeepSpeedStrategy" needs DeepSpeed, pip install flextrain[deepspeed]{missing}'
+        ) from None
+    return found
+
+
+def init_distributed(backend: str, device: str) -> None:
+    """Let DeepSpeed join the process group that is there.
+
+    Raises:
+        StrategyError: an environment variable is missing.
+    """
+    try:
+        with without_shared_memory():
+            deepspeed().init_distributed(dist_backend=backend, verbose=False, dist_init_required=False)
+    except KeyError as missing:  # of a variable that the accelerator needs
+        raise StrategyError(
+            f"strategy.device: DeepSpeed needs {missing} in the environment for {device}; flextrain doctor says where it comes from"
+        ) from missing

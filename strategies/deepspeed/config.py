@@ -3,19 +3,271 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 import torch
+from torch import nn
 
-from ...core.config import Config, PositiveInt
-from ...core.errors import ConfigError
-from ..config import ActivationCheckpointing, StrategyConfig
-from ..requirements import Needs
-from .offloading import WHERE, Aio, Elements, Offload, OffloadOptimizer, OffloadParam, Threshold
-from .own_parallelism import LeafModules, refuse_options
+from ...core.base.config import Config, PositiveInt
+from ...core.base.errors import ConfigError, StrategyError, suggest
+from ..config import ActivationCheckpointing, Needs, StrategyConfig
+from . import engine_internals
+
+# Options of offloading: where optimizer state and parameters are kept while they are not needed, and how files are
+# read.
+
+
+WHERE = "strategy"
+
+
+def _whole(value: float) -> int:
+    if value != int(value):
+        raise ConfigError(f"{value} is not allowed, give a whole number")
+    return int(value)
+
+
+# JSON files often give numbers of elements as 5e8, a float.
+Elements = Annotated[int | float, pydantic.Field(ge=1), pydantic.AfterValidator(_whole)]
+Threshold = Annotated[int | float, pydantic.Field(ge=0), pydantic.AfterValidator(_whole)]
+
+# Direct input and output is in whole sectors of a disk.
+_SECTOR = 512
+_UNIT = 1024  # AIO_ALIGNED_BYTES of DeepSpeed
+
+
+class Offload(Config):
+    """Where a part of the state is kept while it is not needed."""
+
+    key: ClassVar[str]
+    _of_files: ClassVar[tuple[str, ...]]
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """ "none" leaves it on the device, "cpu" moves it to host memory, "nvme" to files in ``nvme_path``."""
+    pin_memory: bool = True
+    """Use page-locked host memory, which is copied faster."""
+    nvme_path: str | Path | None = None
+    """A folder on a local disk; every process uses a sub-folder of its own, and removes it at the end."""
+    buffer_count: PositiveInt | None = None
+    """Buffers in memory that files are read to and written from; None: as many as are needed."""
+
+    @property
+    def on_files(self) -> bool:
+        """Whether the state is kept in files."""
+        return self.device == "nvme"
+
+    @pydantic.model_validator(mode="after")
+    def _fits_device(self) -> Offload:
+        where = f"{WHERE}.zero_optimization.{self.key}"
+        if not self.on_files:
+            for key in self._of_files:
+                if key in self.model_fields_set and getattr(self, key):
+                    raise ConfigError(
+                        f'{where}.{key}: has no effect with device="{self.device}", give device="nvme" or leave it out'
+                    )
+        elif self.nvme_path is None:
+            raise ConfigError(f'{where}.nvme_path: missing, device="nvme" needs a folder on a local disk')
+        elif problem := why_not_usable(Path(self.nvme_path)):
+            raise ConfigError(f'{where}.nvme_path: "{self.nvme_path}" {problem}')
+        return self
+
+
+class OffloadOptimizer(Offload):
+    """Optimizer state and float32 masters; they are updated on the CPU."""
+
+    key = "offload_optimizer"
+    _of_files = ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init")
+
+    ratio: float | int | None = pydantic.Field(None, ge=0, le=1)
+    """Share of the optimizer that is updated on the CPU; stage 3."""
+    pipeline_read: bool = False
+    """Read the state of the next sub-group during the update of one; nvme."""
+    pipeline_write: bool = False
+    """Write the state of a sub-group during the update of the next; nvme."""
+    fast_init: Literal[False] = False
+    """Only False: masters begin with the float32 weights."""
+
+    @pydantic.model_validator(mode="after")
+    def _whole_on_files(self) -> OffloadOptimizer:
+        if self.on_files and self.ratio not in (None, 1):
+            raise ConfigError(
+                f'{WHERE}.zero_optimization.{self.key}.ratio: {self.ratio} is not allowed with device="nvme", where all of '
+                "the optimizer is updated on the CPU; leave it out"
+            )
+        return self
+
+
+class OffloadParam(Offload):
+    """Parameters, in the dtype that the model computes in."""
+
+    key = "offload_param"
+    _of_files = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
+
+    buffer_size: Elements | None = None
+    """Elements of a buffer; None: the largest shard of a parameter, and 1e8 while a model is built in shards."""
+    max_in_cpu: Threshold | None = None
+    """Elements that stay in host memory; None: 0. DeepSpeed's own default is 1e9, with which files are rarely used."""
+
+
+class Aio(Config):
+    """How DeepSpeed reads and writes files, with ``device="nvme"``."""
+
+    block_size: Annotated[int, pydantic.Field(ge=_SECTOR)] = 2**20
+    """Bytes of one request; a multiple of 512. Tensors below 1 MiB, or below this, stay in memory."""
+    queue_depth: PositiveInt = 8
+    """Requests that are under way at a time."""
+    intra_op_parallelism: PositiveInt = 1
+    """Threads that share a tensor."""
+    single_submit: bool = False
+    """Submit one request at a time."""
+    overlap_events: bool = True
+    """Submit requests while others are under way."""
+    use_gds: Literal[False] = False
+    """Only False: GPUDirect Storage is not supported."""
+
+    @pydantic.field_validator("block_size")
+    @classmethod
+    def _sectors(cls, size: int) -> int:
+        if size % _SECTOR:
+            raise ConfigError(f"{size} is not allowed, give a multiple of {_SECTOR}")
+        return size
+
+
+def why_not_usable(folder: Path) -> str | None:
+    """Return why a folder cannot hold files that are read and written past the page cache; None if it can."""
+    if not folder.is_dir():
+        return "is no folder, create it on a local disk"
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    probe = folder / f".flextrain_probe_{os.getpid()}_{secrets.token_hex(4)}"
+    try:
+        os.close(os.open(probe, flags, 0o600))
+    except OSError as error:
+        return f"is not writable, {error.strerror}"
+    try:
+        return _why_not_direct(probe)
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _why_not_direct(probe: Path) -> str | None:
+    """Return why DeepSpeed cannot read and write a file past the page cache; it does not look at such errors itself."""
+    try:
+        file = os.open(probe, os.O_RDWR | getattr(os, "O_DIRECT", 0))
+    except OSError:
+        return "is on a file system without direct input and output (O_DIRECT), choose a folder on a local disk"
+    try:
+        with mmap.mmap(-1, mmap.PAGESIZE) as page:
+            os.pwritev(file, [memoryview(page)[:_UNIT]], 0)
+    except OSError:
+        return f"is on a disk with sectors of more than {_UNIT} bytes, DeepSpeed writes multiples of so many; choose another"
+    finally:
+        os.close(file)
+    return None
+
+
+# DeepSpeed's own kinds of model parallelism: refused by name, with the MeshStrategy that does the same.
+
+
+class LeafModules(Config):
+    """Modules that stage 3 gathers whole, such as mixtures whose processes use different experts."""
+
+    classes: list[str] | None = None
+    """Names of classes; None is DeepSpeed's list of mixtures in transformers."""
+    names: list[str] | None = None
+    """Names of modules."""
+    name_suffixes: list[str] | None = None
+    """Ends of names of modules."""
+
+
+_UNEVEN = "of which checkpoints for every layout cannot be made"
+_ULYSSES = "DeepSpeed's Ulysses needs batches and a loss that are cut by hand"
+# By key: the entry in it that has the size, the reason, and the axis to use.
+_KEYS: dict[str, tuple[str, str, str | None]] = {
+    "tensor_parallel": ("autotp_size", f"AutoTP leaves slices of weights, {_UNEVEN}", "tp"),
+    "expert_parallel": ("autoep_size", f"AutoEP leaves each process experts of its own, {_UNEVEN}", "ep"),
+    "use_data_before_expert_parallelism": ("", "it arranges experts of DeepSpeed, which are not supported", "ep"),
+    "sequence_parallel_size": ("", _ULYSSES, "cp"),
+    "data_parallel_size": ("", "it is the number of processes divided by sequence_parallel_size", None),
+    "seq_parallel_communication_data_type": ("", _ULYSSES, "cp"),
+    "pipeline": ("stages", "DeepSpeed's pipelines need a model that is written for them", "pp"),
+}
+# By the module of DeepSpeed that has a layer's class: what a process has of it, and the axis to use.
+_LAYERS = {
+    "deepspeed.moe": ("every process would train experts of its own, and one process's would be saved", "ep"),
+    "deepspeed.sequence": ("processes have different samples here, not parts of a sequence", "cp"),
+    "deepspeed.runtime.sequence_parallel": ("processes have different samples here, not parts of a sequence", "cp"),
+    "deepspeed.module_inject": ("it holds a slice of a weight, and checkpoints are of whole ones", "tp"),
+    "deepspeed.runtime.pipe": ("processes have the whole model here, not stages", "pp"),
+}
+
+
+def refuse_options(options: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for keys of DeepSpeed's configuration that divide a model over processes."""
+    for key, (name, reason, axis) in _KEYS.items():
+        if (given := options.get(key)) is not None:
+            path, value = key, given
+            if isinstance(given, Mapping):
+                path, value = (f"{key}.{name}", given[name]) if name in given else (key, dict(given))
+            is_off = axis is None or (isinstance(value, int) and value < 2)
+            advice = "leave it out" if is_off else _instead(axis, value)
+            raise ConfigError(f"{where}.{path}: {value!r} is not possible, {reason}; {advice}")
+
+
+def _instead(axis: str | None, size: object = None) -> str:
+    """Return the advice to use an axis of MeshStrategy, with 2 for a size that is no number."""
+    kind = ', cp_kind="ulysses"' if axis == "cp" else ""
+    return f'give strategy=dict(type="MeshStrategy", {axis}={size if isinstance(size, int) else 2}{kind})'
+
+
+def check_layers(model: nn.Module, leaf_modules: LeafModules | None) -> None:
+    """Check that no layer of a model is DeepSpeed's for processes that work together, and that ``leaf_modules`` are there.
+
+    DeepSpeedStrategy gives every process samples of its own and the whole model: such layers would train wrongly.
+
+    Raises:
+        StrategyError: it has such a layer, or a call of DeepSpeed has prepared for them.
+        ConfigError: an entry of ``leaf_modules`` is no module of the model.
+    """
+    _check_leaf_modules(leaf_modules, model)
+    for name, module in model.named_modules():
+        for kind in type(module).__mro__:
+            package = next((package for package in _LAYERS if f"{kind.__module__}.".startswith(f"{package}.")), None)
+            if package is not None:
+                reason, axis = _LAYERS[package]
+                path = f"model.{name}" if name else "model"
+                raise StrategyError(f"{path}: is DeepSpeed's {kind.__name__}, but {reason}; {_instead(axis)}")
+    if (size := engine_internals.prepared_tensor_parallelism()) is not None:
+        raise StrategyError(
+            "model: deepspeed.tp_model_init() was called, but a slice of each weight is in no checkpoint; leave the call out and "
+            f"{_instead('tp', size)}"
+        )
+    if engine_internals.has_sequence_groups():
+        raise StrategyError(
+            "model: DeepSpeed's sequence parallelism was initialised, but processes have different samples here; leave the call "
+            f"out and {_instead('cp')}"
+        )
+
+
+def _check_leaf_modules(given: LeafModules | None, model: nn.Module) -> None:
+    modules = dict(model.named_modules())
+    classes = {type(module).__name__ for module in modules.values()}
+    classes |= {f"{type(module).__module__}.{type(module).__qualname__}" for module in modules.values()}
+    for key, entries in (given.model_dump() if given is not None else {}).items():
+        for number, entry in enumerate(entries or ()):
+            known = classes if key == "classes" else modules
+            matches = any(name.endswith(entry) for name in known) if key == "name_suffixes" else entry in known
+            if not matches:
+                what = "class of a module" if key == "classes" else "module"
+                raise ConfigError(
+                    f'{WHERE}.zero_optimization.leaf_module.{key}[{number}]: "{entry}" is no {what} of the model'
+                    f"{suggest(entry, known)}"
+                )
+
 
 __all__ = ["NEEDS", "WHERE", "Bf16", "DeepSpeedConfig", "EngineCheckpointing", "Fp16", "ZeroOptimization", "merged"]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ...core.device import overflows_to_inf
-from ...core.errors import ConfigError, StrategyError
-from ...core.overriding import overridden
-from ...core.precision import Precision
+from ...core.base.errors import ConfigError, StrategyError
+from ...core.base.overriding import overridden
+from ...core.device.device import overflows_to_inf
+from ...core.device.precision import Precision
 from ...optim.amp import AmpOptimWrapper
 from ...optim.wrapper import OptimWrapper
 from .config import WHERE, Bf16, DeepSpeedConfig, EngineCheckpointing

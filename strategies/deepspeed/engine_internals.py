@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from ...core.checkpoint.flat_shard import FlatShard
+from ...core.base.errors import StrategyError
+from ...core.checkpoint.chunks import FlatShard
 from ...core.comm import collectives as dist
-from ...core.errors import StrategyError
 from . import swapping
 
 

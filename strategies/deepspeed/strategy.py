@@ -6,52 +6,83 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...core.comm.joint_errors import raising_together
-from ...core.comm.model_sync import share_weights
-from ...core.deferred import LooksAtValues
-from ...core.errors import StrategyError
-from ...core.log_marks import ONLY_IN_FILE
-from ...core.model import BaseModel, calls_itself
-from ...core.precision import DTYPES, PrecisionReport, dtypes, require
-from ...core.registry import STRATEGIES
-from ...core.torch_private import hooks_after_accumulating
-from ...core.transforms import compile_in_place
+from ...core.base.errors import ONLY_IN_FILE, StrategyError
+from ...core.base.registry import STRATEGIES
+from ...core.comm.agreement import raising_together
+from ...core.comm.collectives import share_weights
+from ...core.device.precision import DTYPES, PrecisionReport, dtypes, require
+from ...core.model.base_model import BaseModel, calls_itself
+from ...core.model.deferred import LooksAtValues, constructed
+from ...core.torch_compat.torch_private import hooks_after_accumulating
 from ...optim.canonical import split_key
 from .. import gradient_hooks
 from ..as_at_setup import Arranged
 from ..base import NOTHING, Strategy, kept_gradients
-from ..constructing import constructed
 from ..gathering_order import GatheringOrder, message_group
 from ..gradient_hooks import Hooked, HooksAfterBackward, HooksInOrder
-from ..sharded_parameters import check_apart, check_dense, check_real, make_contiguous
+from ..parts.footprint import StateMemory
+from ..recomputation import compile_in_place
+from ..sharding import check_apart, check_dense, check_real, make_contiguous
 from ..state import Optim
-from ..state_memory import StateMemory
 from . import engine_internals, swapping
-from .compiling import announced
-from .config import NEEDS, DeepSpeedConfig, EngineCheckpointing, merged
+from .compiling import announced, init_distributed
+from .compiling import deepspeed as _deepspeed
+from .config import NEEDS, DeepSpeedConfig, EngineCheckpointing, check_layers, merged
 from .engine_config import Request, check_accelerator, check_wrapper, engine_config, resolve
-from .engine_memory import engine_memory
-from .engine_state import EngineState
-from .half_precision import cast_inputs_and_outputs, float32_originals, own_shard_of_original
-from .optimizers import check_supported, take_out_frozen
-from .own_parallelism import check_layers
-from .package import deepspeed as _deepspeed
-from .package import init_distributed
+from .engine_state import EngineState, engine_memory
+from .half_precision import (
+    cast_inputs_and_outputs,
+    check_supported,
+    float32_originals,
+    keep_running_statistics,
+    own_shard_of_original,
+    take_out_frozen,
+)
 from .rehearsed import RehearsedZero
-from .running_statistics import keep_running_statistics
 from .split_init import drop_values, restore_linear, split_at_once, split_whole
 from .swap_files import SwapFiles
-from .updates import UsedAlike, UsedByNobody
-from .wrapper import DeepSpeedOptimWrapper
-from .written_weights import WrittenWeights
+from .wrapper import DeepSpeedOptimWrapper, UsedAlike, UsedByNobody
+
+# WrittenWeights: frozen parameters of an engine that something else writes to, such as a teacher's.
+
+
+class WrittenWeights(Strategy):
+    """The part of DeepSpeedStrategy that gives the weights that the engine computes with, and takes them up again."""
+
+    _by_name: Mapping[str, nn.Parameter] = MappingProxyType({})
+
+    def computed_with(self) -> dict[str, Tensor]:
+        """See Strategy; in the dtype of the engine, at stage 3 as FlatShards.
+
+        Raises:
+            StrategyError: shards are in files.
+        """
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.module.named_parameters():
+            if swapping.is_in_file(parameter):
+                raise StrategyError(
+                    f"strategy.zero_optimization.offload_param: {name} is in a file, to which only the engine writes; give "
+                    'device="cpu", or leave it out'
+                )
+            is_split = engine_internals.is_partitioned(parameter)
+            found[name] = engine_internals.own_shard(parameter) if is_split else parameter.detach()
+        return found
+
+    def take_written(self, names: Collection[str]) -> None:
+        """See Strategy."""
+        if any(name not in self._by_name for name in names):  # at the first call; later ones come at every update
+            self._by_name = dict(self.module.named_parameters())
+        engine_internals.gather_small(self._by_name[name] for name in names)
+
 
 logger = logging.getLogger("flextrain")
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
+import importlib.util
 import logging
+import os
+import secrets
 import shutil
 import socket
+import subprocess
+import sys
+import sysconfig
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,19 +23,178 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...core.base.errors import LaunchError, StrategyError, counted
+from ...core.checkpoint.folders import FolderLock, OccupiedError
+from ...core.comm.agreement import raising_together, told_by_rank_0
 from ...core.comm.collectives import all_gather_object, is_main, side_group, start_reduce
-from ...core.comm.joint_errors import raising_together, told_by_rank_0
-from ...core.errors import LaunchError, StrategyError, counted
-from ...optim.adapters.trial import Samples, TrialError
+from ...core.torch_compat.torch_private import build_folder
+from ...optim.trial import Samples, TrialError
 from ...optim.wrapper import OptimWrapper
 from ..launchers import detect_launch
 from . import swapping
-from .async_io import check_async_io, load_async_io
-from .config import DeepSpeedConfig
-from .offloading import WHERE, Aio, Offload
-from .swap_folder import SwapFolder
+from .compiling import announced
+from .config import WHERE, Aio, DeepSpeedConfig, Offload
+
+# SwapFolder: a process's own sub-folder for swap files, which is removed at the end, or by the next run after a kill.
+
 
 logger = logging.getLogger("flextrain")
+
+_PREFIX = "flextrain_swap_"
+_ATTEMPTS = 20
+
+
+class SwapFolder:
+    """A new sub-folder that no other process uses, locked until ``remove`` or the end of this process.
+
+    Sub-folders of processes that were killed are removed first; the locks tell them from those in use.
+
+    Args:
+        parent: the folder that the user gave.
+
+    Raises:
+        StrategyError: no sub-folder can be created.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        remove_left_over(parent)
+        self._process = os.getpid()
+        self.path, self._lock = _locked_folder(parent)
+        atexit.register(self.remove)
+
+    def remove(self) -> None:
+        """Remove the folder with all files; may be called again. A forked process leaves it alone."""
+        atexit.unregister(self.remove)
+        if os.getpid() == self._process:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._lock.release()
+
+
+def remove_left_over(parent: Path) -> None:
+    """Remove the sub-folders of processes that have ended without doing so."""
+    for folder in sorted(parent.glob(f"{_PREFIX}*")):
+        try:
+            lock = FolderLock(folder)
+        except (OccupiedError, OSError):  # in use, just removed by another process, or of another user
+            continue
+        # Without locks, as on some network file systems, nobody knows whether it is in use.
+        if lock.is_held:
+            shutil.rmtree(folder, ignore_errors=True)
+            logger.info("Removed %s, the swap files of a process that ended without removing them", folder)
+        lock.release()
+
+
+def _locked_folder(parent: Path) -> tuple[Path, FolderLock]:
+    for _ in range(_ATTEMPTS):
+        path = parent / f"{_PREFIX}{socket.gethostname()}_{os.getpid()}_{secrets.token_hex(4)}"
+        try:
+            path.mkdir(mode=0o700)
+            return path, FolderLock(path)
+        except (OccupiedError, FileNotFoundError):
+            continue  # another process that starts now took it for left over before it was locked
+        except OSError as error:
+            raise StrategyError(f"{path}: cannot be created for swap files, {error.strerror}") from error
+    raise StrategyError(f"{parent}: swap files need a sub-folder, and other processes remove every new one at once")
+
+
+# DeepSpeed's asynchronous input and output: what its compilation lacks on this machine, and the compilation itself.
+
+
+_EXTENSION = "async_io"
+_TRIAL = "#include <libaio.h>\nint main() { io_context_t context = 0; return io_setup(1, &context); }\n"
+
+
+def what_is_missing() -> list[str]:
+    """Return what this machine lacks to compile the extension, each with the command that installs it.
+
+    Needs the package deepspeed.
+    """
+    builder = _builder()
+    if importlib.util.find_spec(builder.absolute_name()) is not None:  # compiled when DeepSpeed was installed
+        return []
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    # torch asks both before it loads what is compiled already.
+    missing = [] if compiler else ["a C++ compiler (apt-get install g++)"]
+    if shutil.which("ninja") is None and _own_ninja() is None:
+        missing.append("ninja (pip install ninja)")
+    if (build_folder(_EXTENSION) / f"{_EXTENSION}.so").exists():
+        return missing
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        missing.append("the headers of Python (apt-get install python3-dev)")
+    if compiler and not _links_libaio(compiler):
+        missing.append("the headers of libaio (apt-get install libaio-dev)")
+    if _accelerator() == "cuda" and importlib.import_module("torch.utils.cpp_extension").CUDA_HOME is None:
+        missing.append("the CUDA toolkit (install it, and set CUDA_HOME)")
+    return missing
+
+
+def check_async_io() -> None:
+    """Raise StrategyError if the extension is not compiled and cannot be."""
+    if missing := what_is_missing():
+        raise StrategyError(
+            f'strategy.zero_optimization: device="nvme" needs DeepSpeed\'s asynchronous input and output, whose compilation '
+            f'lacks {" and ".join(missing)}; or choose device="cpu"'
+        )
+
+
+def load_async_io(patience_s: float) -> None:
+    """Load the extension, compiled if it is not yet.
+
+    Args:
+        patience_s: seconds to wait for another process that compiles it.
+
+    Raises:
+        StrategyError: it cannot be compiled or loaded.
+    """
+    with announced(patience_s), ninja_on_path():
+        try:
+            _builder().load(verbose=False)
+        except (ImportError, OSError, RuntimeError, AssertionError) as error:
+            if isinstance(error, StrategyError):
+                raise
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise StrategyError(
+                f'strategy.zero_optimization: device="nvme" needs DeepSpeed\'s asynchronous input and output, which cannot be '
+                f"compiled: {reason[:300]}"
+            ) from error
+
+
+@contextmanager
+def ninja_on_path() -> Iterator[None]:
+    """Let torch use the ninja of this Python's packages, also when its virtual environment is not activated.
+
+    Another version of ninja would compile everything again.
+    """
+    before, folder = os.environ.get("PATH", ""), _own_ninja()
+    if folder is not None:
+        os.environ["PATH"] = f"{folder}{os.pathsep}{before}"
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
+
+
+def _own_ninja() -> Path | None:
+    """Return the folder of a ninja that pip has installed for this Python; None if there is none."""
+    folders = [Path(sys.executable).parent, Path(sysconfig.get_path("scripts"))]
+    if importlib.util.find_spec("ninja") is not None:
+        folders.append(Path(importlib.import_module("ninja").BIN_DIR))
+    return next((folder for folder in folders if (folder / "ninja").exists()), None)
+
+
+def _builder() -> Any:
+    return importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder()
+
+
+def _accelerator() -> str:
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    return str(accelerator.device_name())
+
+
+def _links_libaio(compiler: str) -> bool:
+    command = [compiler, "-x", "c++", "-", "-laio", "-o", os.devnull]
+    return subprocess.run(command, input=_TRIAL, capture_output=True, text=True, check=False).returncode == 0
+
 
 _SUB_GROUP = 50_000_000
 # DeepSpeed's own defaults.

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import StrategyError
+from ...core.base.errors import StrategyError
 
 
 def smallest_in_files(block_size: int) -> tuple[int, int]:

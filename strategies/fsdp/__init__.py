@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ..blocks import repeated_blocks
-from .config import FSDPConfig, MixedPrecision
-from .model_wrapper import FSDPWrapperConfig
+from ..recomputation import repeated_blocks
+from .config import FSDPConfig, FSDPWrapperConfig, MixedPrecision
 from .strategy import FSDPStrategy
 
 __all__ = ["FSDPConfig", "FSDPStrategy", "MixedPrecision", "FSDPWrapperConfig", "repeated_blocks"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+import socket
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -14,40 +16,266 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
+from ...core.base.errors import StrategyError
+from ...core.base.registry import STRATEGIES
+from ...core.base.rehearsing import rehearsing, with_values
+from ...core.base.trees import tree_map_only
 from ...core.comm import collectives as dist
-from ...core.comm.model_sync import share_weights
+from ...core.comm.collectives import share_weights
 from ...core.comm.topology import DataShard
-from ...core.dtensor_private import chunks_on_demand, reset_after_error, settle_root, settle_unit
-from ...core.errors import StrategyError
-from ...core.gradients import average
-from ...core.model import BaseModel
-from ...core.normalisation_layers import running_statistics
-from ...core.precision import PrecisionReport
-from ...core.registry import STRATEGIES
-from ...core.rehearsing import rehearsing, with_values
-from ...core.torch_private import gradient_hooks
-from ...core.transforms import compile_in_place
-from ...core.trees import tree_map_only
+from ...core.device.precision import PrecisionReport, running_statistics
+from ...core.model.base_model import BaseModel
+from ...core.torch_compat.dtensor_private import (
+    chunks_on_demand,
+    fill_gradients,
+    reset_after_error,
+    settle_root,
+    settle_unit,
+)
+from ...core.torch_compat.torch_private import gradient_hooks
+from ...optim.gradients import average
 from ...optim.wrapper import OptimWrapper
 from ..as_at_setup import Arranged, is_subclass
-from ..base import NOTHING, Strategy, kept_gradients
-from ..gathering_order import message_group
-from ..requirements import ANY_DEVICE, Needs
-from ..sharded_optimizers import ShardedOptimizers
-from ..sharded_parameters import check_dense, check_real, has_shards, make_contiguous
+from ..base import NOTHING, EvalStep, Strategy, kept_gradients
+from ..config import ANY_DEVICE, Needs
+from ..gathering_order import UnitOrder, message_group
+from ..recomputation import compile_in_place
+from ..sharding import ShardedOptimizers, check_dense, check_real, has_shards, make_contiguous
 from ..state import Optim
-from ..steps import EvalStep
 from .config import FSDPConfig
-from .lost_writes import watch_first_forward
-from .micro_batches import NotingErrors, settle_gradients
-from .nodes import replicas_by_node
-from .unit_order import UnitOrder
 from .units import check_one_dtype, choose_roots, choose_units, described, freed_after_forward, prefetch
-from .used_parameters import UsedParameters
 from .without_memory import ModelWithoutMemory
 
+# Around FSDP's micro-batches: errors that end one in the middle, and the layout of gradients after one.
+
+
+class NotingErrors:
+    """Context around a micro-batch.
+
+    Attributes:
+        has_seen: an error has left it, so that FSDP may have stopped in the middle.
+        is_final: FSDP cannot go on after it.
+    """
+
+    has_seen = is_final = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.has_seen = True
+
+
+def settle_gradients(parameters: Iterable[nn.Parameter]) -> list[RemovableHandle]:
+    """Give gradients of parameters that FSDP does not shard the layout of their parameters, as it does for all others.
+
+    They may be pending sums over processes, whose summands cannot be clipped. Returned are the handles of the hooks that do it.
+    """
+
+    def settle(parameter: Tensor) -> None:
+        gradient, own = cast(DTensor, parameter.grad), cast(DTensor, parameter)
+        if gradient.placements != own.placements:
+            parameter.grad = gradient.redistribute(placements=own.placements)
+
+    return [
+        parameter.register_post_accumulate_grad_hook(settle)  # type: ignore[no-untyped-call]
+        for parameter in parameters
+        if isinstance(parameter, DTensor) and parameter.requires_grad
+    ]
+
+
+# Hybrid sharding by nodes: how many replicas there are if each node holds one.
+
+
 _logger = logging.getLogger("flextrain")
+
+
+def replicas_by_node(data: DataShard) -> int:
+    """Return the number of nodes, for a replica on each; a collective.
+
+    Raises:
+        StrategyError: the nodes have different numbers of processes, or their ranks alternate.
+    """
+    names = dist.all_gather_object(socket.gethostname())
+    blocks = [len(list(same)) for _, same in itertools.groupby(names)]
+    if len(blocks) != len(set(names)) or len(set(blocks)) > 1 or data.count != len(names):
+        raise StrategyError(
+            f"strategy.model_wrapper.sharding_strategy: needs as many processes on each node, with consecutive ranks and data of "
+            f"their own, found {', '.join(map(str, blocks))} on {', '.join(dict.fromkeys(names))}; give strategy.replicate_size"
+        )
+    _logger.info(f"Hybrid sharding: {len(blocks)} replicas, each over the {blocks[0]} processes of a node")
+    return len(blocks)
+
+
+# Find forwards that write to parameters: FSDP has gathered them for the time of forward, and the write would be lost.
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def watch_first_forward(unit: nn.Module, names: dict[int, str]) -> None:
+    """Compare a unit's gathered parameters before and after its first forward in training, and raise if one has changed.
+
+    Moving averages of another network and ``Embedding(max_norm=...)`` are such. Comparing once costs no memory, and
+    waits once for the device.
+
+    Args:
+        unit: a module that FSDP gathers, after ``fully_shard``.
+        names: of the modules of the model, by id.
+    """
+    if rehearsing():  # there are no values to compare
+        return
+    # Now, because a stage of a pipeline that is under way lets nobody go through its parameters.
+    keys = [(module, key) for module in _own_modules(unit) for key, _ in module.named_parameters(recurse=False)]
+    sums: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def begin(module: nn.Module, args: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            sums.update(_sums(keys, names))
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        if not sums:
+            return
+        for handle in handles:
+            handle.remove()
+        found = _sums(keys, names)
+        # A tied one that another unit gathers is another tensor by now.
+        same = [name for name, (parameter, _) in sums.items() if found[name][0] is parameter]
+        changed = torch.stack([(found[name][1] != sums[name][1]).any() for name in same]).tolist() if same else []
+        for name, is_changed in zip(same, changed, strict=True):
+            if is_changed:
+                raise StrategyError(
+                    f"model.{name}: forward writes to it, which would be lost, since FSDP has gathered its parameters for forward "
+                    "only; write to it after the update, in a hook, or make it a buffer"
+                )
+
+    # After FSDP has gathered, and before it frees.
+    handles = [unit.register_forward_pre_hook(begin), unit.register_forward_hook(end, prepend=True)]
+
+
+@torch.no_grad()
+def _sums(keys: Sequence[tuple[nn.Module, str]], names: dict[int, str]) -> dict[str, tuple[Tensor, Tensor]]:
+    """The parameters as they are gathered now, and the sums of their bits, by name."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for module, key in keys:
+        parameter = getattr(module, key)
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if local.ndim and local.numel() and local.dtype.itemsize in _WORDS:
+            name = f"{names.get(id(module), '')}.{key}".lstrip(".")
+            words = local.detach().contiguous().view(-1).view(_WORDS[local.dtype.itemsize])
+            # Also of every second word, and of every third: the same values in another order have the same sum.
+            found[name] = (parameter, torch.stack([words[::step].sum() for step in (1, 2, 3)]))
+    return found
+
+
+def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
+    yield unit
+    for child in unit.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_modules(child)
+
+
+# Processes whose samples use different parameters: all reduce the same gradients, and update what any of them has
+# used.
+
+
+_NONE, _ZEROS, _OWN = range(3)
+"""What a process has computed for a parameter: no gradient, or frozen; none, for which it has sent zeros; a gradient."""
+
+
+class UsedParameters:
+    """Lets every process reduce gradients of the same parameters, with zeros for those that it has not used.
+
+    Before an update the processes agree on which parameters were used, in one small message. A parameter that no process has
+    used has no gradient then, as on one device, where neither weight decay nor momentum moves it.
+
+    Args:
+        module: the model, after ``fully_shard``.
+        units: the modules that FSDP gathers.
+        data: the processes that average gradients, and the ``device`` on which they do.
+        rank: of this process, for messages.
+    """
+
+    def __init__(
+        self, module: nn.Module, units: Iterable[nn.Module], data: DataShard, device: torch.device, rank: int
+    ) -> None:
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        self._zeros: dict[int, Tensor] = {}  # gradients that are zeros of this process, by parameter
+        self._data, self._device, self._rank = data, device, rank
+        self._updates = 0
+        self._told: list[tuple[list[int], Tensor]] = []  # of each wrapper, what was told last: here, on the device
+        for unit in units:
+            fill_gradients(unit, self._takes_part, self._note)
+
+    def register(self, optim: OptimWrapper) -> None:
+        """Agree before every update of this wrapper."""
+        own = [optim.model_parameter(p) for group in optim.param_groups for p in group["params"]]
+        sharded = [parameter for parameter in own if isinstance(parameter, DTensor)]
+        if sharded and self._data.count > 1:
+            number, all_own = len(self._told), torch.zeros(2, len(sharded), dtype=torch.int8, device=self._device)
+            all_own[0] = _OWN  # without a copy from the host
+            self._told.append(([_OWN] * len(sharded), all_own))
+            optim.register_step_pre_hook(lambda _: self._agree(number, sharded))
+
+    def _takes_part(self, parameter: Tensor) -> bool:
+        if parameter.requires_grad:
+            self._trained.add(id(parameter))  # also one that was frozen at first
+        return id(parameter) in self._trained
+
+    def _note(self, given: list[Tensor], filled: list[Tensor]) -> None:
+        for parameter in given:
+            self._zeros.pop(id(parameter), None)
+        for parameter in filled:
+            assert parameter.grad is not None
+            self._zeros[id(parameter)] = parameter.grad
+
+    def _agree(self, number: int, parameters: list[DTensor]) -> None:
+        """Drop gradients that are zeros of all processes.
+
+        The answer is read where this process has sent zeros, or has no gradient and did not say so before the last update: whatever
+        differs then is read by the process that has changed. On the CPU, where reading waits for nothing, it is always read.
+
+        Raises:
+            StrategyError: some processes have computed a gradient that others have not, and have sent no zeros for.
+        """
+        self._updates += 1
+        zeros = self._zeros
+        computed = [
+            _NONE
+            if (gradient := parameter.grad) is None or not parameter.requires_grad
+            else _ZEROS
+            if zeros and zeros.get(id(parameter)) is gradient
+            else _OWN
+            for parameter in parameters
+        ]
+        is_new = computed != self._told[number][0]
+        if is_new:
+            told = [computed, [_OWN - one for one in computed]]
+            self._told[number] = computed, torch.tensor(told, dtype=torch.int8, device=self._device)
+        dist.all_reduce(ends := self._told[number][1].clone(), "max", self._data.group)
+        if self._device.type == "cpu" or _ZEROS in computed or (is_new and _NONE in computed):
+            for parameter, own, most, least in zip(parameters, computed, *ends.tolist(), strict=True):
+                if most < _OWN or least:
+                    self._settle(parameter, own, most, _OWN - least)
+        zeros.clear()
+
+    def _settle(self, parameter: DTensor, own: int, most: int, least: int) -> None:
+        if least == _NONE < most:
+            name, has_none = self._names[id(parameter)], own == _NONE
+            frozen = "" if parameter.requires_grad else ", because it is frozen here"
+            raise StrategyError(
+                f"model.{name}: rank {self._rank} has {f'no gradient{frozen}' if has_none else 'a gradient'} in update "
+                f"{self._updates} since the start, and other processes have {'one' if has_none else 'none'}; freeze and thaw a "
+                "parameter, and call the modules that train_step calls, on every process alike"
+            )
+        if most < _OWN:
+            parameter.grad = None
+        if most == _NONE and not parameter.requires_grad:
+            self._trained.discard(id(parameter))
 
 
 @STRATEGIES.register_module()

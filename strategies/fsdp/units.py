@@ -8,10 +8,9 @@ from typing import Any, cast
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ...core.errors import ConfigError, StrategyError
-from ...core.model import overrides
-from ...core.transforms import module_filter
-from ..blocks import repeated_blocks
+from ...core.base.errors import ConfigError, StrategyError
+from ...core.model.base_model import overrides
+from ..recomputation import module_filter, repeated_blocks
 from .config import FSDPConfig
 
 _NO_FORWARD = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ...core.base.errors import StrategyError
+from ...core.checkpoint.chunks import fill, full_tensor
 from ...core.comm import collectives as dist
-from ...core.deferred import DeferredInit, Destination, LooksAtValues
-from ...core.dtensor_chunks import fill, full_tensor
-from ...core.errors import StrategyError
-from ...core.random_state import drawing_from
-from ...core.torch_private import apply_to_tensors, keep_gradient_hooks, storage_key
-from ..constructing import constructed
+from ...core.model.deferred import DeferredInit, Destination, LooksAtValues, constructed
+from ...core.random.generators import drawing_from
+from ...core.torch_compat.torch_private import apply_to_tensors, keep_gradient_hooks, storage_key
 
 
 class ModelWithoutMemory:

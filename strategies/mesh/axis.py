@@ -2,17 +2,153 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...core.base.rehearsing import with_values
+from ...core.comm.topology import DataShard, Topology
 from ...optim.wrapper import OptimWrapper
+from ..base import EvalStep, TrainStep
 from ..state import Optim
-from ..steps import EvalStep, TrainStep
 from .config import MeshConfig
-from .layout import Layout
+
+# Layout: the device meshes of a job, and the place of this process in them.
+
+
+DATA = ("dp_replicate", "dp_shard")
+"""The axes over which the samples of a global batch are divided."""
+SHARD = "shard"
+"""The dimension of ``dense`` over which FSDP shards; dp_shard, and the axes that divide samples, such as cp."""
+
+
+class Layout:
+    """The processes as one array, with a dimension for each axis; the last one has neighbouring ranks.
+
+    Args:
+        sizes: number of processes by axis, outermost first; every process gives the same.
+        folded: the axes, directly after dp_shard, whose processes shard parameters together with those of dp_shard.
+        device_type: such as "cuda".
+        overlays: sizes of the axes that are no dimension of the array: each divides the processes of dp_shard and of the
+            axes inside of it anew, with its own neighbours nearest.
+
+    Attributes:
+        sizes, overlays: as given.
+        index: this process's index, by axis.
+        sharing: the axes inside of dp_shard whose processes work on the same tokens.
+        dense: mesh of all processes, for parameters that every data shard has; ``folded`` are in its dimension SHARD.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        folded: Sequence[str],
+        device_type: str,
+        overlays: Mapping[str, int] | None = None,
+    ) -> None:
+        self.sizes, self.overlays = dict(sizes), dict(overlays or {})
+        self.device_type = device_type
+        self._folded = tuple(folded)
+        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
+        shapes = {axis: size for axis, size in sizes.items() if axis not in folded}
+        shapes = {SHARD if axis == "dp_shard" else axis: size for axis, size in shapes.items()}
+        shapes[SHARD] = math.prod(sizes[axis] for axis in ("dp_shard", *folded))
+        self.dense = self.mesh_of(shapes)
+        indices = (self._ranks() == Topology().rank).nonzero()[0].tolist()
+        self.index: dict[str, int] = dict(zip(self.sizes, indices, strict=True))
+        inside = [*self.sizes][[*self.sizes].index("dp_shard") :]
+        self.sharing = tuple(axis for axis in inside[1:] if axis not in folded)
+        self._overlaid = {axis: self.mesh_of(self._overlay(axis, inside)) for axis in self.overlays}
+        self.index |= {axis: mesh.get_local_rank(axis) for axis, mesh in self._overlaid.items()}
+
+    def mesh_of(self, shape: Mapping[str, int]) -> DeviceMesh:
+        """Return a mesh of all processes with other dimensions; a collective.
+
+        Args:
+            shape: sizes by name, outermost first; their product is the number of processes.
+        """
+        ranks = torch.arange(math.prod(self.sizes.values())).view(*shape.values())
+        return DeviceMesh(self.device_type, ranks, mesh_dim_names=tuple(shape))
+
+    def over(self, *axes: str) -> DeviceMesh:
+        """Return the mesh of one dimension of the processes that differ from this one in ``axes`` only; a collective.
+
+        The first call with the same axes creates process groups, which every process must do.
+        """
+        if axes not in self._meshes:
+            if len(axes) == 1 and axes[0] in self._overlaid:
+                self._meshes[axes] = self._overlaid[axes[0]][axes[0]]
+            elif len(axes) == 1 and axes[0] in (self.dense.mesh_dim_names or ()):
+                self._meshes[axes] = self.dense[axes[0]]
+            elif axes == ("dp_shard", *self._folded):
+                self._meshes[axes] = self.dense[SHARD]
+            else:
+                names = list(self.sizes)
+                order = [names.index(axis) for axis in (*(a for a in names if a not in axes), *axes)]
+                size = math.prod(self.sizes[axis] for axis in axes)
+                with with_values():
+                    ranks = self._ranks().permute(order).reshape(-1, size)
+                    mesh = DeviceMesh(self.device_type, ranks, mesh_dim_names=("others", "_".join(axes)))
+                self._meshes[axes] = mesh["_".join(axes)]
+        return self._meshes[axes]
+
+    def lines(self, axis: str) -> list[tuple[int, ...]]:
+        """Return the ranks of every set of processes that differ in one axis only, in their order along it."""
+        with with_values():
+            ranks = self._ranks().movedim(list(self.sizes).index(axis), -1)
+            return [tuple(line) for line in ranks.reshape(-1, self.sizes[axis]).tolist()]
+
+    def sharding(self, overlay: str | None = None) -> DeviceMesh:
+        """Return the mesh for ``fully_shard``: one dimension, or a first one for replicas.
+
+        Args:
+            overlay: an axis of ``overlays``: the mesh for parameters that it divides.
+        """
+        mesh = self.dense if overlay is None else self._overlaid[overlay]
+        shard = SHARD if overlay is None else f"{overlay}_{SHARD}"
+        return mesh["dp_replicate", shard] if self.sizes["dp_replicate"] > 1 else mesh[shard]
+
+    def averaging(self) -> DataShard:
+        """Return the processes over which gradients are averaged: those of the data axes and of ``folded``; a collective."""
+        axes = [axis for axis in (*DATA, *self._folded) if self.sizes[axis] > 1]
+        index = 0
+        for axis in axes:
+            index = index * self.sizes[axis] + self.index[axis]
+        count = math.prod(self.sizes[axis] for axis in axes)
+        return DataShard(index, count, self.over(*axes).get_group() if axes else None)
+
+    def topology(self, reporting: Mapping[str, int], dividing: Sequence[str]) -> Topology:
+        """Return the relations of this process to the others; a collective.
+
+        Args:
+            reporting: by axis, the index at which processes have the outputs that metrics count.
+            dividing: axes whose processes hold different parameters of one replica of the model.
+        """
+        count = math.prod(self.sizes[axis] for axis in DATA)
+        index = self.index["dp_replicate"] * self.sizes["dp_shard"] + self.index["dp_shard"]
+        spread = [axis for axis in DATA if self.sizes[axis] > 1]
+        divided = [axis for axis in dividing if self.sizes[axis] > 1]
+        return Topology(
+            data=DataShard(index, count, self.over(*spread).get_group() if spread else None),
+            reports=all(self.index[axis] == at for axis, at in reporting.items()),
+            model=self.over(*divided).get_group() if divided else None,
+            axes={axis: (self.index[axis], size) for axis, size in {**self.sizes, **self.overlays}.items()},
+        )
+
+    def _overlay(self, axis: str, inside: Sequence[str]) -> dict[str, int]:
+        """Return the sizes of an array in which ``axis`` takes processes of the axes ``inside``, and FSDP has the rest."""
+        shapes = {name: size for name, size in self.sizes.items() if name not in inside}
+        rest = math.prod(self.sizes[name] for name in inside) // self.overlays[axis]
+        return {**shapes, f"{axis}_{SHARD}": rest, axis: self.overlays[axis]}
+
+    def _ranks(self) -> torch.Tensor:
+        return torch.arange(math.prod(self.sizes.values())).view(*self.sizes.values())
+
 
 RunWindow = Callable[[Sequence[Any], TrainStep], dict[str, Tensor]]
 CheckWindow = Callable[[Sequence[Any], TrainStep], None]
@@ -115,3 +251,15 @@ class Axis:
     def described(self) -> str:
         """Return what this axis divides, in words for the table that is logged at the start; called after ``apply``."""
         return ""
+
+
+# Replace the forward of a module, inside of activation checkpointing if that was applied to it.
+
+
+def replace_forward(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Give ``module`` the forward that ``make`` returns for the one that it has; what recomputes it recomputes that."""
+    before = module.__dict__.get("forward")
+    if isinstance(before, functools.partial):
+        module.forward = functools.partial(before.func, make(before.args[0]), *before.args[1:], **before.keywords)
+    else:
+        module.forward = make(module.forward)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ...core.random_state import kept_random_state
-from ...core.torch_private import TorchDispatchMode, arguments_of, without_compiling
-from ...core.trees import tree_map_only
+from ...core.base.trees import tree_map_only
+from ...core.random.generators import kept_random_state
+from ...core.torch_compat.torch_private import TorchDispatchMode, arguments_of, without_compiling
 
 _SMALL = 1e-3
 """Parameters whose elements are all smaller are larger in a trial: gates, scales and last layers are often initialised so."""

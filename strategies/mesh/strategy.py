@@ -2,34 +2,181 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import socket
-from collections.abc import Hashable, Sequence
+import textwrap
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
+from ...core.base.errors import ConfigError, counted
+from ...core.base.registry import STRATEGIES
 from ...core.comm import collectives as dist
+from ...core.comm.agreement import gather_differing
 from ...core.comm.topology import DataShard, Topology
-from ...core.registry import STRATEGIES
+from ..base import EvalStep, TrainStep
 from ..fsdp import FSDPStrategy
 from ..state import Optim
-from ..steps import EvalStep, TrainStep
-from .axis import Axis, CheckWindow, Evaluate, RunWindow
-from .config import MeshConfig
+from .axis import DATA, Axis, CheckWindow, Evaluate, Layout, RunWindow
+from .config import REST, MeshConfig, check_overlay, check_sizes, resolved, sizes_in
 from .context import Context
 from .experts import ExpertParallel
-from .fast_axes import across_nodes
-from .layout import DATA, Layout
-from .overview import Overview
 from .pipeline import Pipeline
-from .sizes import REST, check_overlay, check_sizes, resolved, sizes_in
 from .tensor import TensorParallel
-from .unused_options import check_sharded, without_shards
+
+# Overview: a table of what each axis of a mesh divides, for the log.
+
+
+_WIDTH = 54  # of the column with text; the table is 96 columns wide
+_MEGABYTE = 1e6
+
+
+@dataclass
+class _Row:
+    axis: str
+    size: str
+    divides: str
+    parameters: int
+    size_in_bytes: int
+
+
+class Overview:
+    """Collects, while a model is divided, how many parameters a process has left after each axis.
+
+    Args:
+        model: the whole model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._rows = [_Row("", "", "the whole model", *_held(model))]
+
+    def add(self, axis: str, size: int, divides: str, model: nn.Module) -> None:
+        """Note what an axis has done to the model.
+
+        Args:
+            axis: its name, or the names of several.
+            size: number of processes along it.
+            divides: what it divides, in words.
+            model: as it is after the axis has changed it.
+        """
+        self._rows.append(_Row(axis, str(size), divides, *_held(model)))
+
+    def table(self, world_size: int) -> str:
+        """Return the table; numbers are the largest of all processes. A collective."""
+        everyones = gather_differing([[row.parameters, row.size_in_bytes] for row in self._rows])
+        largest = [[max(numbers) for numbers in zip(*rows, strict=True)] for rows in zip(*everyones, strict=True)]
+        title = f"Mesh of {counted(world_size, 'process', 'processes')}, and what each axis leaves to one of them:"
+        lines = [title, _line("axis", "size", "divides", "parameters", "MB")]
+        for row, (parameters, size) in zip(self._rows, largest, strict=True):
+            text = textwrap.wrap(row.divides, _WIDTH) or [""]
+            lines.append(_line(row.axis, row.size, text[0], f"{parameters:,}", f"{size / _MEGABYTE:,.1f}"))
+            lines += [_line("", "", more, "", "") for more in text[1:]]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _line(axis: str, size: str, divides: str, parameters: str, megabytes: str) -> str:
+    return f"  {axis:<14}{size:>4}  {divides:<{_WIDTH}}{parameters:>15}{megabytes:>10}"
+
+
+def _held(model: nn.Module) -> tuple[int, int]:
+    """Return the number of parameters that this process holds, and their bytes."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return sum(p.numel() for p in local), sum(p.numel() * p.element_size() for p in local)
+
+
+# Fast axes: those that send within every layer, and which of them have processes on several nodes.
+
+
+def across_nodes(
+    sizes: Mapping[str, int], overlays: Mapping[str, int], fast: Sequence[str], nodes: Sequence[str]
+) -> list[str]:
+    """Return a line for each fast axis that has to send between nodes, with the size that does not.
+
+    Args:
+        sizes, overlays: of the axes, as Layout has them.
+        fast: the axes that send within every layer.
+        nodes: by rank, the name of the node that the process is on.
+    """
+    counts = [len(list(same)) for _, same in itertools.groupby(nodes)]
+    alternate = len(counts) > len(set(nodes))
+    lines = []
+    for axis in fast:
+        size = overlays[axis] if axis in overlays else sizes[axis]
+        # An overlay has neighbouring ranks, whatever is inside of it.
+        nearer = {} if axis in overlays else dict([*sizes.items()][[*sizes].index(axis) + 1 :])
+        spanned = _spanned(nodes, size, math.prod(nearer.values()))
+        if spanned == 1:
+            continue
+        if alternate:
+            advice = "start the processes so that those of a node have consecutive ranks"
+        else:
+            dp_shard = None if axis in overlays else sizes["dp_shard"]
+            advice = _other_size(axis, size, nearer, counts, dp_shard)
+        lines.append(
+            f"strategy.{axis}: its {size} processes, which send within every layer, are on {spanned} nodes, {advice}"
+        )
+    return lines
+
+
+def _spanned(nodes: Sequence[str], size: int, stride: int) -> int:
+    """Return the largest number of nodes with processes that differ along one axis only.
+
+    Args:
+        size: number of processes along the axis.
+        stride: difference of rank between two neighbours along it.
+    """
+    lines: dict[tuple[int, int], set[str]] = {}
+    for rank, node in enumerate(nodes):
+        lines.setdefault((rank // (size * stride), rank % stride), set()).add(node)
+    return max(len(names) for names in lines.values())
+
+
+def _other_size(axis: str, size: int, nearer: Mapping[str, int], counts: Sequence[int], dp_shard: int | None) -> str:
+    """Return the advice to give the axis a size that fits a node, and the rest to dp_shard unless it is None."""
+    of_a_node, stride = math.gcd(*counts), math.prod(nearer.values())
+    divisors = (s for s in range(1, size + 1) if size % s == 0)
+    fits = max(s for s in divisors if s == 1 or of_a_node % (s * stride) == 0)
+    held = counted(counts[0], "process", "processes") if len({*counts}) == 1 else f"{min(counts)} to {max(counts)}"
+    inside = " and ".join(f"{name}={number}" for name, number in nearer.items() if number > 1)
+    nearest = f", the nearest are for {inside}" if inside else ""
+    rest = "" if dp_shard is None else f" and dp_shard={dp_shard * size // fits}"
+    return f"a node has {held}{nearest}; give {axis}={fits}{rest}"
+
+
+# Options of FSDP without effect are refused: who gives one expects it to do something.
+
+
+_OF_SHARDS = ("reshard_after_forward", "prefetch", "reduce_every_micro_batch")
+
+
+def without_shards(config: MeshConfig) -> list[str]:
+    """Return the given options that have no effect where no parameter is sharded over several processes."""
+    return [key for key in _OF_SHARDS if getattr(config, key) != type(config).model_fields[key].default]
+
+
+def check_sharded(config: MeshConfig, sizes: Mapping[str, int], sharding: Sequence[str]) -> None:
+    """Raise ConfigError for an option of FSDP if the given sizes leave FSDP out.
+
+    Args:
+        sizes: of all axes, also -1.
+        sharding: the axes over which parameters are sharded, and those that divide them anew.
+    """
+    if config.mixed_precision is not None or config.offloads or any(sizes[axis] != 1 for axis in sharding):
+        return
+    for key in without_shards(config):
+        raise ConfigError(
+            f"strategy.{key}: has no effect with {', '.join(f'{axis}=1' for axis in sharding)}, which shard no parameter over "
+            "several processes; leave it out"
+        )
+
 
 _logger = logging.getLogger("flextrain")
 

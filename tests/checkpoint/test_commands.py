@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from flextrain.cli import main
-from flextrain.commands.formatting import human_size
+from flextrain.commands.output import human_size
 from flextrain.core.checkpoint import Checkpoint, directory, mark_latest, save_checkpoint
 from flextrain.core.checkpoint.compare import compare, difference_of
 

@@ -15,9 +15,8 @@ from torch.torch_version import TorchVersion
 from flextrain import CheckpointError, OptimWrapper, StrategyError
 from flextrain.cli import main
 from flextrain.core.checkpoint import Checkpoint, FlatShard, export_weights, open_weights, save_checkpoint
-from flextrain.core.checkpoint.compare import compare
-from flextrain.core.checkpoint.integrity import damages
-from flextrain.core.checkpoint.save.saving import save_in_background
+from flextrain.core.checkpoint.compare import compare, damages
+from flextrain.core.checkpoint.save import save_in_background
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train
 from flextrain.testing.models import SmallModel

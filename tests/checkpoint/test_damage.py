@@ -13,9 +13,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from flextrain.core.base.errors import CheckpointError
 from flextrain.core.checkpoint import Checkpoint, export_weights, open_weights, save_checkpoint
 from flextrain.core.comm import collectives as dist
-from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup
 
 pytestmark = pytest.mark.distributed

@@ -15,18 +15,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from flextrain.core.base.errors import CheckpointError
+from flextrain.core.base.tensors import DTYPES
 from flextrain.core.checkpoint import Checkpoint, FlatShard, directory
-from flextrain.core.checkpoint.load.whole_tensors import reading
+from flextrain.core.checkpoint.chunks import Cut, share
+from flextrain.core.checkpoint.folders import file_of, name_in_file
+from flextrain.core.checkpoint.load import reading
 from flextrain.core.checkpoint.manifest import MANIFEST, VALUES, manifest_of
-from flextrain.core.checkpoint.names_in_files import file_of, name_in_file
-from flextrain.core.checkpoint.save.joint_plan import _kinds
-from flextrain.core.checkpoint.save.layout_rules import Kind
-from flextrain.core.checkpoint.save.offer import Boxes, EvenRange, Mesh, Offer, Offered, OnMesh, Whole
-from flextrain.core.checkpoint.save.planning import PlannedChunk, plan_save
-from flextrain.core.checkpoint.save.shard import described, write_shard
-from flextrain.core.errors import CheckpointError
-from flextrain.core.shard_spans import Cut, share
-from flextrain.core.stored_dtypes import DTYPES
+from flextrain.core.checkpoint.save import _kinds, described, write_shard
+from flextrain.core.checkpoint.save_plan import (
+    Boxes,
+    EvenRange,
+    Kind,
+    Mesh,
+    Offer,
+    Offered,
+    OnMesh,
+    PlannedChunk,
+    Whole,
+    plan_save,
+)
 
 WORLD = 4
 LINE, GRID = Mesh((WORLD,), None, (1,)), Mesh((2, 2), None, (2, 1))

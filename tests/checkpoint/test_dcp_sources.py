@@ -16,8 +16,8 @@ from torch import Tensor
 
 from flextrain import CheckpointError
 from flextrain.core.checkpoint import match_weights, open_weights, without_prefix
-from flextrain.core.checkpoint.foreign.dcp_index import read_index
-from flextrain.core.checkpoint.load.whole_tensors import reading
+from flextrain.core.checkpoint.foreign.dcp import read_index
+from flextrain.core.checkpoint.load import reading
 
 State = dict[str, Tensor]
 

@@ -25,8 +25,8 @@ from torch.torch_version import TorchVersion
 from flextrain import CheckpointError, FlexibleRunner
 from flextrain.cli import main
 from flextrain.core.checkpoint import Checkpoint, export_dcp, export_weights, save_checkpoint
-from flextrain.core.checkpoint.load.whole_tensors import TensorReader
-from flextrain.optim.torch_items import torch_items
+from flextrain.core.checkpoint.load import TensorReader
+from flextrain.optim.canonical import torch_items
 from flextrain.testing import WorkerGroup
 
 from ..hugging_face.folders import model_of

@@ -19,9 +19,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from flextrain.core.base.errors import CheckpointError
 from flextrain.core.checkpoint import Checkpoint, directory, find_latest, save_checkpoint, save_in_background
 from flextrain.core.comm import collectives as dist
-from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup
 
 from ..waiting import wait_until

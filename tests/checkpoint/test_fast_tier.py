@@ -16,9 +16,9 @@ import torch
 
 from flextrain import FlexibleRunner
 from flextrain.cli import main
+from flextrain.core.base.errors import ConfigError, StorageError
 from flextrain.core.checkpoint import Checkpoint, is_checkpoint
-from flextrain.core.checkpoint.save import saving as save_module
-from flextrain.core.errors import ConfigError, StorageError
+from flextrain.core.checkpoint import save as save_module
 from flextrain.runner.hooks import CheckpointHook
 from flextrain.testing import WorkerGroup
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flextrain.commands import checkpoint as commands
+from flextrain.core.base.errors import CheckpointError
 from flextrain.core.checkpoint import Checkpoint, FlatShard, directory, export_weights, save_checkpoint
-from flextrain.core.checkpoint.integrity import damages
-from flextrain.core.errors import CheckpointError
+from flextrain.core.checkpoint.compare import damages
 
 from ..runner.training import Net, Samples, make_runner, whole_state
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from flextrain.core.base.errors import CheckpointError
 from flextrain.core.checkpoint import Checkpoint
-from flextrain.core.checkpoint.save.saving import save_in_background
-from flextrain.core.errors import CheckpointError
+from flextrain.core.checkpoint.save import save_in_background
 from flextrain.optim import AmpOptimWrapper, OptimWrapper
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import FLOAT32_TOLERANCE, same_tensors

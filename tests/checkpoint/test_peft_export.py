@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from flextrain import CheckpointError
 from flextrain.cli import main
 from flextrain.core.checkpoint import Checkpoint
-from flextrain.core.checkpoint.load.adapter_names import name_in_base, sources_of
+from flextrain.core.checkpoint.weights import name_in_base, sources_of
 from flextrain.testing import WorkerGroup
 
 from ..runner.adapted import LORA, STRATEGIES, adapted, adapted_run, llama
@@ -219,8 +219,7 @@ def test_what_cannot_be_exported(tmp_path: Path, capsys: Any) -> None:
 def test_dora_is_left_to_peft(tmp_path: Path) -> None:
     runner, _ = adapted_run(tmp_path / "run", "single", 1, transforms=[{**LORA, "use_dora": True}])
     expected = logits(runner.train())
-    from flextrain.core.checkpoint.export.merged_weights import merged
-    from flextrain.core.checkpoint.export.peft_format import export_adapter
+    from flextrain.core.checkpoint.export.peft_adapters import export_adapter, merged
 
     source = Checkpoint.open(tmp_path / "run" / "epoch_1")
     with pytest.raises(CheckpointError, match="an adapter with use_dora is not merged here"), merged(source):

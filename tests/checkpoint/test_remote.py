@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flextrain.cli import main
+from flextrain.core.base.errors import CheckpointError, ConfigError
 from flextrain.core.checkpoint import (
     Checkpoint,
     as_path,
@@ -24,8 +25,7 @@ from flextrain.core.checkpoint import (
     remove_checkpoint,
     save_checkpoint,
 )
-from flextrain.core.checkpoint.paths import remove_tree
-from flextrain.core.errors import CheckpointError, ConfigError
+from flextrain.core.checkpoint.folders import remove_tree
 from flextrain.testing import WorkerGroup
 
 from ..runner.training import make_runner, whole_state

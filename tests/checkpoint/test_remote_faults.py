@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from flextrain.core.base.errors import StorageError
+from flextrain.core.base.events import read_events
 from flextrain.core.checkpoint import Checkpoint, as_path, find_latest, is_checkpoint, save_checkpoint
-from flextrain.core.errors import StorageError
-from flextrain.core.events import read_events
 
 from ..runner.training import Watch, make_runner
 from .s3 import Proxy, access, proxied

@@ -14,9 +14,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from flextrain import CheckpointError, FlexibleRunner
+from flextrain.core.base.errors import ConfigError
 from flextrain.core.checkpoint import Checkpoint, directory, find_latest, is_checkpoint
-from flextrain.core.checkpoint.save import saving
-from flextrain.core.errors import ConfigError
+from flextrain.core.checkpoint import save as saving
 from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from flextrain import FlexibleRunner
+from flextrain.core.base.errors import CheckpointError, ConfigError, StorageError
+from flextrain.core.base.events import read_events
 from flextrain.core.checkpoint import Checkpoint, complete_ones, find_latest, is_checkpoint
-from flextrain.core.errors import CheckpointError, ConfigError, StorageError
-from flextrain.core.events import read_events
 from flextrain.runner.hooks import CheckpointHook
 from flextrain.runner.reporting import JsonLinesReporter, close_logger, setup_logger
 from flextrain.testing import WorkerGroup
@@ -238,7 +238,7 @@ def test_a_folder_that_is_deleted_under_a_save(
     tmp_path: Path, background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of it, while the second checkpoint is written; the third one is complete again."""
-    from flextrain.core.checkpoint.save import saving as module
+    from flextrain.core.checkpoint import save as module
 
     write, out_dir = module.write_shard, tmp_path / "out"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flextrain.core.errors import CheckpointError
+from flextrain.core.base.errors import CheckpointError
 
 from ..runner.training import Net, Samples, make_runner
 

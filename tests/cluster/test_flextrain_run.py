@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flextrain.core.events import read_events
+from flextrain.core.base.events import read_events
 
 from .conftest import JOB, lines_in
 from .machines import Machines

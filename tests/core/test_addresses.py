@@ -8,8 +8,8 @@ import socket
 import pytest
 import torch
 
-from flextrain.core.comm import addresses
-from flextrain.core.comm.interface import choose_interface
+from flextrain.core.comm import rendezvous as addresses
+from flextrain.core.comm.rendezvous import choose_interface
 
 
 def test_own_addresses() -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
+from flextrain.core.base.errors import CheckpointError
 from flextrain.core.checkpoint import (
     Checkpoint,
     FlatShard,
@@ -31,10 +32,9 @@ from flextrain.core.checkpoint import (
     save_checkpoint,
     save_in_background,
 )
+from flextrain.core.checkpoint import save as saving
 from flextrain.core.checkpoint.manifest import MANIFEST, VALUES
-from flextrain.core.checkpoint.save import saving
 from flextrain.core.comm import collectives
-from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup
 
 from ..waiting import wait_until

@@ -11,8 +11,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from flextrain.core.comm import collectives as dist
-from flextrain.core.comm.bulletin import Bulletin, StoreLostError
-from flextrain.core.torch_private import default_store
+from flextrain.core.comm.agreement import Bulletin, StoreLostError
+from flextrain.core.torch_compat.torch_private import default_store
 from flextrain.testing import WorkerGroup
 
 pytestmark = pytest.mark.distributed

@@ -17,6 +17,8 @@ import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
+from flextrain.core.base.errors import CheckpointError
+from flextrain.core.base.events import heartbeats
 from flextrain.core.checkpoint import (
     Checkpoint,
     complete_ones,
@@ -24,16 +26,14 @@ from flextrain.core.checkpoint import (
     find_latest,
     is_checkpoint,
     mark_latest,
-    newest,
     newest_complete,
     passed_over,
     remove_checkpoint,
     save_checkpoint,
 )
+from flextrain.core.checkpoint import load as newest
+from flextrain.core.checkpoint import save as saving
 from flextrain.core.checkpoint.manifest import MANIFEST
-from flextrain.core.checkpoint.save import saving
-from flextrain.core.errors import CheckpointError
-from flextrain.core.heartbeat import heartbeats
 
 from ..formats import in_format_1
 

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from flextrain.core.checkpoint import Checkpoint, directory, save_checkpoint, storage
-from flextrain.core.checkpoint.load import checkpoint as loading
+from flextrain.core.base.errors import CheckpointError
+from flextrain.core.checkpoint import Checkpoint, directory, save_checkpoint
+from flextrain.core.checkpoint import load as loading
+from flextrain.core.checkpoint import load as storage
 from flextrain.core.checkpoint.manifest import MANIFEST
 from flextrain.core.comm import collectives as dist
-from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup
 
 pytestmark = pytest.mark.distributed

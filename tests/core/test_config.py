@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain.core.config import Config, check_call, validate
-from flextrain.core.errors import ConfigError
+from flextrain.core.base.config import Config, check_call, validate
+from flextrain.core.base.errors import ConfigError
 
 
 class Part(Config):

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.init import orthogonal_ as orthogonal
 from torch.nn.init import trunc_normal_
 
-from flextrain.core.deferred import DeferredInit, Destination, storage_key
-from flextrain.core.errors import StrategyError
-from flextrain.core.random_state import drawing_apart, drawing_from
+from flextrain.core.base.errors import StrategyError
+from flextrain.core.model.deferred import DeferredInit, Destination, storage_key
+from flextrain.core.random.generators import drawing_apart, drawing_from
 
 
 class Plain(nn.Module):

@@ -14,9 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from flextrain.core import device as library
-from flextrain.core.device import DEVICES, DeviceSpec, device_spec, memory_mb, register_device, select_device, to_device
-from flextrain.core.errors import ConfigError, StrategyError
+from flextrain.core.base.errors import ConfigError, StrategyError
+from flextrain.core.device import device as library
+from flextrain.core.device.device import (
+    DEVICES,
+    DeviceSpec,
+    device_spec,
+    memory_mb,
+    register_device,
+    select_device,
+    to_device,
+)
 
 META = torch.device("meta")  # a device that every machine has
 ABSENT = [kind for kind in ("cuda", "npu", "xpu", "mps") if not DEVICES[kind].is_available()]
@@ -140,7 +148,7 @@ def test_an_accelerator_that_is_not_in_the_table_is_left_alone(monkeypatch: pyte
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An installed package that brings a device along; its import leaves a trace."""
     (tmp_path / "torch_toy.py").write_text(
-        "import torch\nfrom flextrain.core.device import DeviceSpec\n"
+        "import torch\nfrom flextrain.core.device.device import DeviceSpec\n"
         "SPEC = DeviceSpec('toy', 'toyccl', torch.bfloat16, package='torch_toy_runtime')\n"
     )
     (tmp_path / "torch_toy_runtime.py").write_text("import torch\ntorch.toy = __import__('toy_module')\n")

@@ -19,11 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from flextrain.core.base.errors import CheckpointError
 from flextrain.core.checkpoint import Checkpoint, save_checkpoint
+from flextrain.core.checkpoint.chunks import chunks_of, cuts_of, fill, full_tensor, own_spans
 from flextrain.core.comm import collectives as dist
-from flextrain.core.dtensor_chunks import chunks_of, cuts_of, fill, full_tensor
-from flextrain.core.errors import CheckpointError
-from flextrain.core.shard_spans import own_spans
 from flextrain.testing import WorkerGroup
 
 pytestmark = pytest.mark.distributed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flextrain.core.errors import (
+from flextrain.core.base.errors import (
     CheckpointError,
     ConfigError,
     FlexTrainError,

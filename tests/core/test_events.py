@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flextrain.core.events import EVENTS, append_event, read_events
+from flextrain.core.base.events import EVENTS, append_event, read_events
 
 FORK = multiprocessing.get_context("fork")
 

@@ -11,14 +11,12 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from flextrain.core.base.errors import DivergenceError, StrategyError
 from flextrain.core.comm import collectives as dist
-from flextrain.core.comm.agreement import first_difference
-from flextrain.core.comm.exchanges import all_same, collect
-from flextrain.core.comm.joint_errors import gather_differing
+from flextrain.core.comm.agreement import all_same, collect, first_difference, gather_differing
 from flextrain.core.comm.replica_check import ReplicaCheck
 from flextrain.core.comm.topology import DataShard, Topology
-from flextrain.core.errors import DivergenceError, StrategyError
-from flextrain.core.group_private import CHECKED
+from flextrain.core.torch_compat.group_private import CHECKED
 from flextrain.testing.simulation import Simulation
 
 pytestmark = pytest.mark.skipif(

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flextrain.core.base.errors import CheckpointError
+from flextrain.core.base.tensors import nonfinite
 from flextrain.core.checkpoint import (
     Checkpoint,
     FlatShard,
@@ -25,8 +27,6 @@ from flextrain.core.checkpoint import (
     what_is_not_finite,
 )
 from flextrain.core.checkpoint.manifest import MANIFEST
-from flextrain.core.errors import CheckpointError
-from flextrain.core.finite import nonfinite
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e5m2]
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from flextrain.core.base.errors import CheckpointError
 from flextrain.core.checkpoint import Checkpoint, FlatShard, save_checkpoint
-from flextrain.core.checkpoint.flat_ranges import chunks_of_range
+from flextrain.core.checkpoint.chunks import chunks_of_range
 from flextrain.core.comm import collectives as dist
-from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup
 
 SHAPES: list[tuple[int, ...]] = [

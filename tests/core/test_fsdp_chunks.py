@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from flextrain.core.dtensor_private import ChunksOnDemand, chunks_on_demand
-from flextrain.core.torch_private import TorchDispatchMode
+from flextrain.core.torch_compat.dtensor_private import ChunksOnDemand, chunks_on_demand
+from flextrain.core.torch_compat.torch_private import TorchDispatchMode
 
 PARAM = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
 pytestmark = pytest.mark.skipif(

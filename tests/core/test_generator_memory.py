@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from flextrain.core import generator_memory as memory
+from flextrain.core.random import generators as memory
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the functions of torch are called")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from flextrain.core import generator_memory
-from flextrain.core.generators import RandomStream, Watch
+from flextrain.core.random import generators as generator_memory
+from flextrain.core.random.generators import RandomStream, Watch
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "python": random.random,

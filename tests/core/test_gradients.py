@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from flextrain.core.comm import collectives as dist
-from flextrain.core.gradients import clip_by_norm, clip_by_value, gradients, total_norm
+from flextrain.optim.gradients import clip_by_norm, clip_by_value, gradients, total_norm
 from flextrain.testing import WorkerGroup
 
 SHAPES = [(3, 5), (7,), (), (1, 1), (0, 2), (5, 2)]

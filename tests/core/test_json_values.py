@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flextrain import CheckpointError
-from flextrain.core.json_values import add_to, pack, taken_from, unpack
+from flextrain.core.base.json_values import add_to, pack, taken_from, unpack
 
 TENSORS = [
     torch.arange(6.0).reshape(2, 3).t(),

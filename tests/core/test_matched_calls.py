@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from flextrain.core.comm import matched_calls
-from flextrain.core.comm.matched_calls import _Call
+from flextrain.core.comm import agreement as matched_calls
+from flextrain.core.comm.agreement import _Call
 
 
 class CountingStore:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain.core.errors import ConfigError
-from flextrain.core.model import (
+from flextrain.core.base.errors import ConfigError
+from flextrain.core.model.base_model import (
     BaseDataPreprocessor,
     BaseModel,
     overrides,

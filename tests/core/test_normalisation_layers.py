@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.nn.modules import batchnorm, instancenorm, normalization
 
-from flextrain.core.errors import StrategyError
-from flextrain.core.normalisation_layers import BATCH_NORM, is_norm, running_statistics
-from flextrain.core.precision import Precision, cast_parameters
+from flextrain.core.base.errors import StrategyError
+from flextrain.core.device.precision import BATCH_NORM, Precision, cast_parameters, is_norm, running_statistics
 from flextrain.optim import ApexOptimWrapper, build_optim_wrapper
 from flextrain.strategies import DDPStrategy, SingleDeviceStrategy
 

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from flextrain.core.permutation import Shuffled
+from flextrain.core.random.permutation import Shuffled
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 1000, 4097, 2**20 + 1])

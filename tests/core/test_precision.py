@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain.core.errors import ConfigError, StrategyError
-from flextrain.core.precision import (
+from flextrain.core.base.errors import ConfigError, StrategyError
+from flextrain.core.device.precision import (
     Precision,
     PrecisionReport,
     autocast_computes_in,

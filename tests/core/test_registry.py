@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from flextrain.core import registry as library
-from flextrain.core.errors import ConfigError
-from flextrain.core.registry import OPTIMIZERS, Registry
+from flextrain.core.base import registry as library
+from flextrain.core.base.errors import ConfigError
+from flextrain.core.base.registry import OPTIMIZERS, Registry
 
 THINGS = Registry("thing", lists_names=True)
 

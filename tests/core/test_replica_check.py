@@ -9,9 +9,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from flextrain.core.base.errors import DivergenceError
+from flextrain.core.base.tensors import of_bits
 from flextrain.core.comm.replica_check import ReplicaCheck
-from flextrain.core.errors import DivergenceError
-from flextrain.core.fingerprints import of_bits
 
 from .test_replicas import group
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from flextrain.core.base.errors import CheckpointError
+from flextrain.core.base.tensors import fingerprints, of_bits
 from flextrain.core.checkpoint import Checkpoint, Staging, is_checkpoint, save_checkpoint, save_in_background
-from flextrain.core.checkpoint.save.replicas import Replicas, Summaries, share_of
+from flextrain.core.checkpoint.replicas import Replicas, Summaries, share_of
 from flextrain.core.comm import collectives as dist
-from flextrain.core.errors import CheckpointError
-from flextrain.core.fingerprints import fingerprints, of_bits
 from flextrain.testing import WorkerGroup
 
 

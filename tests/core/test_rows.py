@@ -14,11 +14,11 @@ from torch import Tensor
 from flextrain import CheckpointError, FlexibleRunner
 from flextrain.commands.checkpoint import describe
 from flextrain.core.checkpoint import Checkpoint, Staging, directory, save_checkpoint, save_in_background
-from flextrain.core.checkpoint.integrity import damages
-from flextrain.core.checkpoint.save import own_row
-from flextrain.core.checkpoint.save.own_row import OwnRow, RowFacts, plan_rows
+from flextrain.core.checkpoint import plain_values as own_row
+from flextrain.core.checkpoint.compare import damages
+from flextrain.core.checkpoint.plain_values import OwnRow, RowFacts, plan_rows
 from flextrain.core.comm import collectives as dist
-from flextrain.core.group_private import CHECKED
+from flextrain.core.torch_compat.group_private import CHECKED
 from flextrain.testing import WorkerGroup
 from flextrain.testing.simulation import Simulation
 

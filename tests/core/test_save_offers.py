@@ -17,16 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from flextrain.core.checkpoint.flat_ranges import chunks_of_range
-from flextrain.core.checkpoint.flat_shard import FlatShard
+from flextrain.core.checkpoint.chunks import Cut, FlatShard, chunks_of_range, own_spans, share
+from flextrain.core.checkpoint.folders import file_of
 from flextrain.core.checkpoint.manifest import VALUES, FileEntry, manifest_of
-from flextrain.core.checkpoint.names_in_files import file_of
-from flextrain.core.checkpoint.save.joint_plan import _kinds
-from flextrain.core.checkpoint.save.layout_rules import Kind
-from flextrain.core.checkpoint.save.offer import Offer, offer_of, unpacked
-from flextrain.core.checkpoint.save.own_row import RowFacts, plan_rows
-from flextrain.core.checkpoint.save.planning import SharedPlan, plan_save
-from flextrain.core.shard_spans import Cut, own_spans, share
+from flextrain.core.checkpoint.plain_values import RowFacts, plan_rows
+from flextrain.core.checkpoint.save import _kinds
+from flextrain.core.checkpoint.save_plan import Kind, Offer, SharedPlan, offer_of, plan_save, unpacked
 
 from .test_save_planning import llama_70b
 

@@ -18,27 +18,26 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from flextrain.core.checkpoint.flat_ranges import chunks_of_range
-from flextrain.core.checkpoint.layouts import Box, overlap
-from flextrain.core.checkpoint.manifest import VALUES, FileEntry, manifest_of, parse_manifest
-from flextrain.core.checkpoint.names_in_files import file_of
-from flextrain.core.checkpoint.save.joint_plan import _kinds
-from flextrain.core.checkpoint.save.layout_rules import Kind
-from flextrain.core.checkpoint.save.offer import (
+from flextrain.core.base.errors import CheckpointError
+from flextrain.core.base.tensors import DTYPES
+from flextrain.core.checkpoint.chunks import Cut, chunks_of_range, own_spans, share
+from flextrain.core.checkpoint.folders import file_of
+from flextrain.core.checkpoint.manifest import VALUES, Box, FileEntry, manifest_of, overlap, parse_manifest
+from flextrain.core.checkpoint.save import _kinds
+from flextrain.core.checkpoint.save_plan import (
     Boxes,
     EvenRange,
+    Kind,
     Mesh,
     Offer,
     Offered,
     OnMesh,
     Range,
+    SharedPlan,
     Whole,
+    plan_save,
     unpacked,
 )
-from flextrain.core.checkpoint.save.planning import SharedPlan, plan_save
-from flextrain.core.errors import CheckpointError
-from flextrain.core.shard_spans import Cut, own_spans, share
-from flextrain.core.stored_dtypes import DTYPES
 
 Make = Callable[[int, int], Offer]
 """The offer of a rank in a world."""

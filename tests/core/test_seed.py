@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from flextrain.core.comm import collectives as dist
-from flextrain.core.random_state import decode, encode, load_rng_state, rng_state
-from flextrain.core.seed import draw_seed, set_seed
+from flextrain.core.random.generators import decode, draw_seed, encode, load_rng_state, rng_state, set_seed
 from flextrain.testing import WorkerGroup
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flextrain.core.snapshot import Snapshot
+from flextrain.core.base.snapshot import Snapshot
 
 
 class Base:

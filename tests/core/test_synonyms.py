@@ -10,8 +10,8 @@ from torch import nn
 
 from flextrain import HOOKS, ConfigError, FlexibleRunner
 from flextrain.cli import main
-from flextrain.core.synonyms import NAMES, RUNNER
-from flextrain.tools.reference.catalogue import find
+from flextrain.core.base.registry import NAMES, RUNNER
+from flextrain.reference.catalogue import find
 
 
 def test_they_are_no_names_of_ours_and_mean_one() -> None:

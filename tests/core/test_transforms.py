@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain.core.errors import ConfigError
-from flextrain.core.transforms import checkpoint_activations, compile_in_place, module_filter
+from flextrain.core.base.errors import ConfigError
+from flextrain.strategies.recomputation import checkpoint_activations, compile_in_place, module_filter
 
 
 class Block(nn.Module):

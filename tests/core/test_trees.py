@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from flextrain.core.trees import map_tensors, tensors_in, tree_map_only
+from flextrain.core.base.trees import map_tensors, tensors_in, tree_map_only
 
 Pair = namedtuple("Pair", "first second")
 

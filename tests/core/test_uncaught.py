@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from flextrain.core.uncaught import is_first_to_say
+from flextrain.core.base.errors import is_first_to_say
 
 LINE = "flextrain: ConfigError: train_cfg.max_epoch: unknown key ({}; FLEXTRAIN_TRACEBACK=1 shows the traceback)\n"
-HEAD = "import sys\nfrom flextrain.core.errors import ConfigError\ndef wrong():\n    raise ConfigError('train_cfg.max_epoch: unknown key')\n"
+HEAD = "import sys\nfrom flextrain.core.base.errors import ConfigError\ndef wrong():\n    raise ConfigError('train_cfg.max_epoch: unknown key')\n"
 OF_THE_LIBRARY = "exec(compile('def call(f):\\n try: f()\\n except KeyError as e: raise ConfigError(\"model: failed\") from e', 'x.py', 'exec'), {**globals(), '__name__': 'flextrain.x'}, globals())\n"
 
 

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from flextrain.core.base.errors import CheckpointError
 from flextrain.core.checkpoint import match_weights, open_weights, save_checkpoint
-from flextrain.core.errors import CheckpointError
 
 
 def net() -> nn.Module:

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import yaml
 
 from flextrain import FlexibleRunner
-from flextrain.core import registry
-from flextrain.core.config import Config
-from flextrain.core.registry import Registry
-from flextrain.optim.schedulers.by_name import NAMES
+from flextrain.core.base import registry
+from flextrain.core.base.config import Config
+from flextrain.core.base.registry import Registry
+from flextrain.optim.schedulers.from_config import NAMES
 
 from .pages import Block
 from .shell import lines, wrong

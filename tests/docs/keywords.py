@@ -45,8 +45,8 @@ def check(**given: Any) -> None:
     import torch
 
     from flextrain import BaseMetric, FlexibleRunner
-    from flextrain.runner.arguments import check_everything
-    from flextrain.tools.script import arguments_given_by
+    from flextrain.runner.config import check_everything
+    from flextrain.user_script import arguments_given_by
 
     class Count(BaseMetric):
         def process(self, data_batch: Any, data_samples: Any) -> None: ...

@@ -13,7 +13,7 @@ import torch.distributed.run
 
 from flextrain import ConfigError
 from flextrain.cli import COMMANDS, _Parser, _split
-from flextrain.tools.elastic.command_line import read_options
+from flextrain.elastic.command_line import read_options
 
 from .pages import ROOT
 from .processes import Ended, command, forked, script

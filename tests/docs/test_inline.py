@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from flextrain import ConfigError, StrategyError
-from flextrain.core.registry import HOOKS, METRICS, OPTIM_WRAPPERS, OPTIMIZERS, PARAM_SCHEDULERS, REPORTERS, STRATEGIES
+from flextrain.core.base.registry import (
+    HOOKS,
+    METRICS,
+    OPTIM_WRAPPERS,
+    OPTIMIZERS,
+    PARAM_SCHEDULERS,
+    REPORTERS,
+    STRATEGIES,
+)
 
 from .keywords import KEYWORDS, check
 from .pages import name, pages

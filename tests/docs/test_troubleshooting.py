@@ -8,8 +8,8 @@ from functools import cache
 
 import pytest
 
-from flextrain.runner.failures import model_advice, process_advice  # noqa: F401 - they register their rules
-from flextrain.runner.failures.advice import RULES
+from flextrain.runner.health import failures as process_advice  # noqa: F401 - they register their rules
+from flextrain.runner.health.failures import RULES
 
 from .pages import DOCS, ROOT
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import DDPStrategy, FSDPStrategy, OptimWrapper, Strategy
-from flextrain.core import gradients
+from flextrain.optim import gradients
 
 from .layers import Branch, TinyScale
 

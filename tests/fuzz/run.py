@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import FlexibleRunner, Hook
+from flextrain.core.base.errors import FlexTrainError
 from flextrain.core.comm.collectives import all_reduce
-from flextrain.core.errors import FlexTrainError
 from flextrain.testing import WorkerError, WorkerGroup
 from flextrain.testing.sessions import whole_model
 

@@ -11,11 +11,9 @@ import torch
 
 from flextrain import SingleDeviceStrategy
 from flextrain.core.comm import collectives as dist
-from flextrain.core.device import memory_mb, synchronize, to_device
-from flextrain.core.host_memory import HostBuffer
-from flextrain.core.precision import autocast_computes_in
-from flextrain.core.random_state import load_rng_state, rng_state
-from flextrain.core.seed import set_seed
+from flextrain.core.device.device import HostBuffer, memory_mb, synchronize, to_device
+from flextrain.core.device.precision import autocast_computes_in
+from flextrain.core.random.generators import load_rng_state, rng_state, set_seed
 from flextrain.testing import WorkerGroup
 
 

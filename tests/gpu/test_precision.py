@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flextrain.core.precision import autocast_computes_in
+from flextrain.core.device.precision import autocast_computes_in
 
 from .runs import ADAMW, losses, make_runner
 

@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 from flextrain import FlexibleRunner
-from flextrain.core.errors import ConfigError
-from flextrain.core.hugging_face.batch_keys import check_batch_keys
+from flextrain.core.base.errors import ConfigError
+from flextrain.core.model.batch_keys import check_batch_keys
 from flextrain.testing import WorkerGroup
 
 from .folders import model_of, save_tokenizer

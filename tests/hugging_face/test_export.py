@@ -16,8 +16,8 @@ pytest.importorskip("transformers")
 
 from flextrain import FlexibleRunner
 from flextrain.cli import main
+from flextrain.core.base.errors import CheckpointError, ConfigError
 from flextrain.core.checkpoint import export_hugging_face
-from flextrain.core.errors import CheckpointError, ConfigError
 from flextrain.testing import WorkerGroup
 
 from .folders import model_of, runner_of, save_folder, save_tokenizer, tokens

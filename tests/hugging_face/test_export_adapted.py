@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from flextrain import Hook
 from flextrain.cli import main
+from flextrain.core.base.errors import CheckpointError
 from flextrain.core.checkpoint import export_hugging_face
-from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup
 
 from .folders import model_of, runner_of

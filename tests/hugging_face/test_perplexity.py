@@ -15,7 +15,7 @@ from torch.nn import functional
 pytest.importorskip("transformers")
 
 from flextrain import BaseModel, FlexibleRunner
-from flextrain.core.errors import ConfigError
+from flextrain.core.base.errors import ConfigError
 from flextrain.runner.metrics.perplexity import Perplexity
 from flextrain.testing import WorkerGroup
 

@@ -16,8 +16,8 @@ import torch
 pytest.importorskip("transformers")
 
 from flextrain import BaseModel
-from flextrain.core.checkpoint.load.partial_read import Fetch
-from flextrain.core.errors import ConfigError
+from flextrain.core.base.errors import ConfigError
+from flextrain.core.checkpoint.safetensors_file import Fetch
 from flextrain.testing import WorkerGroup
 
 from .folders import runner_of, save_folder, whole_weights

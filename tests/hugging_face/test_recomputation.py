@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 from flextrain import BaseModel
-from flextrain.core.errors import ConfigError
+from flextrain.core.base.errors import ConfigError
 from flextrain.testing import WorkerGroup
 
 from .folders import model_of, runner_of, whole_weights

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain.core.token_counts import count_tokens
-from flextrain.core.token_losses import _Losses, labels_in_loss
+from flextrain.core.model.token_counts import _Losses, count_tokens, labels_in_loss
 
 from .token_models import TOKEN_MODELS, token_batch
 

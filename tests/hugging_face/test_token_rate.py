@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("transformers")
 
-from flextrain.core.errors import ConfigError
+from flextrain.core.base.errors import ConfigError
 from flextrain.testing import WorkerGroup
-from flextrain.tools.token_rate import TokenRateHook
+from flextrain.token_rate import TokenRateHook
 
 from .folders import LENGTH, model_of, runner_of, tokens
 
@@ -88,7 +88,7 @@ def test_without_a_known_peak_it_is_left_out_and_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_formula_is_near_what_torch_counts(tmp_path: Path, tied: bool) -> None:
-    from flextrain.tools.token_rate import _flops_per_token
+    from flextrain.token_rate import _flops_per_token
 
     runner = runner_of(
         tmp_path, dict(type=lambda: model_of("llama", attn_implementation="eager", tie_word_embeddings=tied))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from flextrain.strategies.mesh.pipeline.streams import Streams
+from flextrain.strategies.mesh.pipeline.stages import Streams
 
 from .models import VOCABULARY, PlainBlock
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import OptimWrapper, SingleDeviceStrategy, Strategy
+from flextrain.core.base.registry import STRATEGIES
 from flextrain.core.comm import collectives as dist
-from flextrain.core.registry import STRATEGIES
 from flextrain.testing.differences import same_numbers, same_tensors
 from flextrain.testing.loop import Trace, alone, train, windows
 from flextrain.testing.sessions import Session, whole_model

@@ -16,9 +16,9 @@ import pytest
 from torch import Tensor, nn
 
 from flextrain import MeshStrategy, OptimWrapper
-from flextrain.core.errors import FlexTrainError
+from flextrain.core.base.errors import FlexTrainError
 from flextrain.strategies.build import build_strategy
-from flextrain.strategies.mesh.sizes import resolved
+from flextrain.strategies.mesh.config import resolved
 
 from .models import Images, Plain, build, of_transformers, sample
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from flextrain import MeshStrategy
-from flextrain.core.errors import ConfigError
-from flextrain.core.registry import STRATEGIES
+from flextrain.core.base.errors import ConfigError
+from flextrain.core.base.registry import STRATEGIES
 from flextrain.strategies.build import build_strategy
 from flextrain.testing import WorkerGroup, check_strategy
-from flextrain.tools.verify import verify
+from flextrain.verify.verify import verify
 
 PLAN = {"blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise"}
 ARITHMETIC = ("facts", "initial_weights", "gradients", "accumulation", "clipping")

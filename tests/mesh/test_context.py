@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flextrain import BaseMetric, BaseModel, FlexibleRunner, Hook, MeshStrategy, OptimWrapper, SingleDeviceStrategy
+from flextrain.core.base.errors import ConfigError, StrategyError
 from flextrain.core.comm import collectives as dist
-from flextrain.core.errors import ConfigError, StrategyError
-from flextrain.strategies.mesh.context import of_transformers as adapting
-from flextrain.strategies.mesh.context import ring
-from flextrain.strategies.mesh.context.batches import CutBatch, SequenceBatches
+from flextrain.strategies.mesh.context import attention as ring
+from flextrain.strategies.mesh.context import transformers as adapting
+from flextrain.strategies.mesh.context.batches import CutBatch, SequenceBatches, SequenceShards
 from flextrain.strategies.mesh.context.comparison import OneProcessComparison
-from flextrain.strategies.mesh.context.sequence import SequenceShards
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_numbers, same_tensors
 from flextrain.testing.loop import alone, shard, train, windows

@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flextrain import AmpOptimWrapper, OptimWrapper, SingleDeviceStrategy
-from flextrain.core.registry import STRATEGIES
-from flextrain.core.token_counts import count_tokens
-from flextrain.core.torch_private import tree_flatten
+from flextrain.core.base.registry import STRATEGIES
+from flextrain.core.model.token_counts import count_tokens
+from flextrain.core.torch_compat.torch_private import tree_flatten
 from flextrain.runner.loops.step import Stepper
-from flextrain.strategies.mesh.tensor.replaced_functions import backward_within
+from flextrain.strategies.mesh.tensor.operations import backward_within
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_numbers, same_tensors
 from flextrain.testing.loop import alone, train

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flextrain import MeshStrategy, Strategy
-from flextrain.core.registry import STRATEGIES
+from flextrain.core.base.registry import STRATEGIES
 from flextrain.strategies.mesh.tensor.styles import STYLES, style_of
 
 PAGE = "\n".join((Path(__file__).parents[2] / "docs" / name).read_text() for name in ("parallelism.md", "axes.md"))

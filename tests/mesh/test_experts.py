@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import MeshStrategy
-from flextrain.core.errors import FlexTrainError
-from flextrain.strategies.mesh.experts import ExpertParallel, balance
-from flextrain.strategies.mesh.experts.stacks import find_stacks
-from flextrain.strategies.mesh.experts.token_dispatch import Dispatch
+from flextrain.core.base.errors import FlexTrainError
+from flextrain.strategies.mesh import experts as balance
+from flextrain.strategies.mesh.experts import Dispatch, ExpertParallel, find_stacks
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import CheckFailedError
 

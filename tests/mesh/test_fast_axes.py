@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from flextrain.strategies.mesh.fast_axes import across_nodes
+from flextrain.strategies.mesh.strategy import across_nodes
 from flextrain.testing import WorkerGroup
 
 from .parity import RECIPES, started

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from flextrain.core.base.errors import CheckpointError
 from flextrain.core.checkpoint import find_latest, save_checkpoint
-from flextrain.core.errors import CheckpointError
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_tensors
 from flextrain.testing.loop import train

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flextrain import BaseMetric, FlexibleRunner
-from flextrain.core.torch_private import is_compiled
+from flextrain.core.torch_compat.torch_private import is_compiled
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_tensors
 from flextrain.testing.loop import alone

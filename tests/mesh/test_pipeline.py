@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from flextrain.core import gradients
-from flextrain.optim.model_group import ModelGroup
+from flextrain.optim import gradients
+from flextrain.optim.gradients import ModelGroup
 from flextrain.strategies.mesh.pipeline.chain import balanced
 from flextrain.strategies.mesh.pipeline.orders import SCHEDULES, awaited, orders_of, route_of, sent
+from flextrain.strategies.mesh.pipeline.pipeline_parallel import Ties
 from flextrain.strategies.mesh.pipeline.stages import StageRun
-from flextrain.strategies.mesh.pipeline.ties import Ties
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_numbers
 from flextrain.testing.loop import Trace, alone, train

@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from flextrain.core.errors import StrategyError
+from flextrain.core.base.errors import StrategyError
 from flextrain.strategies.mesh.pipeline.chain import chain_of
-from flextrain.strategies.mesh.pipeline.following import Plan
-from flextrain.strategies.mesh.pipeline.rehearsal import Rehearsal
-from flextrain.strategies.mesh.pipeline.stages import StageRun
-from flextrain.strategies.mesh.pipeline.streams import Streams
+from flextrain.strategies.mesh.pipeline.rehearsal import Plan, Rehearsal
+from flextrain.strategies.mesh.pipeline.stages import StageRun, Streams
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_numbers, same_tensors
 from flextrain.testing.loop import evaluate, train

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from flextrain import MeshStrategy, OptimWrapper
-from flextrain.core.errors import FlexTrainError
+from flextrain.core.base.errors import FlexTrainError
 from flextrain.strategies.mesh.config import MeshConfig
 from flextrain.strategies.mesh.pipeline import Pipeline
-from flextrain.strategies.mesh.pipeline.call_order import put_in_order
-from flextrain.strategies.mesh.pipeline.chain import chain_of
+from flextrain.strategies.mesh.pipeline.chain import chain_of, put_in_order
 from flextrain.strategies.mesh.pipeline.rehearsal import Rehearsal
 from flextrain.strategies.mesh.pipeline.stages import StageRun
 

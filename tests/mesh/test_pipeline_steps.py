@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flextrain.core.errors import FlexTrainError
-from flextrain.core.model import parse_losses
+from flextrain.core.base.errors import FlexTrainError
+from flextrain.core.model.base_model import parse_losses
 from flextrain.strategies.mesh.pipeline.chain import chain_of
 from flextrain.strategies.mesh.pipeline.stages import Left, StageRun
 

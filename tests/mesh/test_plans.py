@@ -13,17 +13,17 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from flextrain import MeshStrategy
-from flextrain.core.errors import ConfigError
-from flextrain.runner.data.example import example_batch
+from flextrain.core.base.errors import ConfigError
+from flextrain.core.hugging_face.transformers_private import resolved_plans
+from flextrain.runner.data.first_batches import example_batch
 from flextrain.strategies.mesh.config import MeshConfig
 from flextrain.strategies.mesh.plans import check_heads_given, check_styles_given, choose_plan
+from flextrain.strategies.mesh.plans.chosen import without_rowwise
 from flextrain.strategies.mesh.plans.found import find_plan, with_globs
 from flextrain.strategies.mesh.plans.own import OwnPlan
-from flextrain.strategies.mesh.plans.rule_checks import without_rowwise
 from flextrain.strategies.mesh.plans.tracing import trace
-from flextrain.strategies.mesh.tensor.rules import match_rules
 from flextrain.strategies.mesh.tensor.styles import STYLES
-from flextrain.strategies.mesh.transformers_private import resolved_plans
+from flextrain.strategies.mesh.tensor.tensor_parallel import match_rules
 
 from .models import build, of_transformers, sample
 

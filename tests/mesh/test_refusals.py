@@ -15,14 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flextrain import MeshStrategy
-from flextrain.core.errors import FlexTrainError
-from flextrain.strategies.mesh.context.batches import SequenceBatches
-from flextrain.strategies.mesh.context.cuttable import check_of_transformers
-from flextrain.strategies.mesh.context.interception import Interception
-from flextrain.strategies.mesh.context.masks import CAUSAL
-from flextrain.strategies.mesh.context.of_transformers import rule_of, shifts_labels
-from flextrain.strategies.mesh.context.sequence import SequenceShards
-from flextrain.strategies.mesh.context.sequence_attention import SequenceAttention
+from flextrain.core.base.errors import FlexTrainError
+from flextrain.strategies.mesh.context.attention import CAUSAL, SequenceAttention
+from flextrain.strategies.mesh.context.batches import SequenceBatches, SequenceShards
+from flextrain.strategies.mesh.context.context_parallel import check_of_transformers
+from flextrain.strategies.mesh.context.transformers import Interception, rule_of, shifts_labels
 
 from .models import of_transformers
 

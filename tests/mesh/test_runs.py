@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from flextrain.core.base.errors import FlexTrainError
 from flextrain.core.checkpoint import export_weights
-from flextrain.core.checkpoint.integrity import damages
-from flextrain.core.errors import FlexTrainError
+from flextrain.core.checkpoint.compare import damages
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_tensors
 from flextrain.testing.loop import alone, train

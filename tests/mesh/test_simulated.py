@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flextrain.testing import WorkerGroup
-from flextrain.tools.verify import verify
+from flextrain.verify.verify import verify
 
 SCRIPT = """
 import argparse, sys

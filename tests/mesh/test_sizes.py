@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flextrain.strategies.mesh.sizes import resolved
-from flextrain.strategies.mesh.tensor.rules import match_rules
+from flextrain.strategies.mesh.config import resolved
+from flextrain.strategies.mesh.tensor.tensor_parallel import match_rules
 
 ONES = dict(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1)
 

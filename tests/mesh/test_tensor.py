@@ -15,10 +15,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional
 
 from flextrain import MeshStrategy
-from flextrain.core.errors import StrategyError
+from flextrain.core.base.errors import StrategyError
 from flextrain.runner.loops.step import Stepper
 from flextrain.strategies.mesh.tensor import TensorParallel, local_tensors
-from flextrain.strategies.mesh.tensor.random_numbers import drawing_apart, register_cpu_random_numbers
+from flextrain.strategies.mesh.tensor.operations import drawing_apart, register_cpu_random_numbers
 from flextrain.testing import WorkerError, WorkerGroup
 from flextrain.testing.differences import CheckFailedError
 from flextrain.testing.loop import train

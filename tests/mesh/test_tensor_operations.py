@@ -13,13 +13,15 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional
 
-from flextrain.core.dtensor_private import strided_shard
-from flextrain.core.errors import StrategyError
-from flextrain.strategies.mesh.tensor.attention import register_cpu_attention
-from flextrain.strategies.mesh.tensor.gathered import register_gathering
-from flextrain.strategies.mesh.tensor.random_numbers import register_cpu_random_numbers
-from flextrain.strategies.mesh.tensor.replaced_functions import DTensorFunctions
-from flextrain.strategies.mesh.tensor.whole_operations import register_whole_operations
+from flextrain.core.base.errors import StrategyError
+from flextrain.core.torch_compat.dtensor_private import strided_shard
+from flextrain.strategies.mesh.tensor.operations import (
+    DTensorFunctions,
+    register_cpu_attention,
+    register_cpu_random_numbers,
+    register_gathering,
+    register_whole_operations,
+)
 from flextrain.testing import WorkerGroup
 
 from .parity import dtype_of

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flextrain import MeshStrategy
-from flextrain.core.errors import ConfigError
+from flextrain.core.base.errors import ConfigError
 
 NO_SHARDS = dict(dp_shard=1, pp=2)
 UNUSED: list[tuple[dict[str, Any], str]] = [

@@ -22,9 +22,9 @@ from torch.utils.data import BatchSampler
 
 from flextrain import ConfigError
 from flextrain.mmengine import FlexibleRunner
+from flextrain.report.recorded_run import recorded_run
+from flextrain.report.run_facts import facts_of
 from flextrain.testing import WorkerGroup
-from flextrain.tools.report.recorded_run import recorded_run
-from flextrain.tools.report.run_facts import facts_of
 
 from .digits import configuration, train
 
@@ -268,7 +268,7 @@ def test_overridden_steps_are_called_and_others_are_not(tmp_path: Path) -> None:
 
 
 def test_the_data_preprocessor_moves_data_to_the_device() -> None:
-    from flextrain.mmengine.initialisation import use_device
+    from flextrain.mmengine.adapted_runner import use_device
 
     net = nn.Sequential(Net(data_preprocessor=dict(type="ImgDataPreprocessor", mean=[1.0], std=[1.0])))
     use_device(net, torch.device("meta"))

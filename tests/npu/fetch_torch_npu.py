@@ -74,7 +74,7 @@ def report() -> str:
     import torch
     from conftest import NpuWorkers
 
-    from flextrain.optim.adapters.npu_fused import EQUIVALENTS, NEAREST
+    from flextrain.optim.adapters import EQUIVALENTS, NEAREST
 
     one, two = (NpuWorkers(count, {"TORCH_NPU_SOURCE": str(SOURCE)}) for count in (1, 2))
     documented = documented_signatures()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
-from flextrain.optim.adapters.npu_fused import EQUIVALENTS
-from flextrain.testing.checks_training import Decay, batches, one_each
+from flextrain.optim.adapters import EQUIVALENTS
+from flextrain.testing.conformance_checks import Decay, batches, one_each
 from flextrain.testing.differences import relative_difference
 from flextrain.testing.sessions import load, run, save, started, whole_model, whole_state
 
@@ -191,8 +191,8 @@ def refused(
     """
     import torch_npu
 
+    from flextrain.core.base.errors import FlexTrainError
     from flextrain.core.comm import collectives as dist
-    from flextrain.core.errors import FlexTrainError
     from flextrain.optim import build_optim_wrapper
     from flextrain.testing.sessions import make_strategy
 
@@ -219,7 +219,7 @@ def refused(
 
 def misuse(name: str, how: str) -> str:
     """What training raises in which gradients are handled outside of the optimizer."""
-    from flextrain.core.errors import StrategyError
+    from flextrain.core.base.errors import StrategyError
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     late = model[0].bias
@@ -252,7 +252,7 @@ def make_npu() -> Any:
 
 def loads(name: str, folder: Path, **settings: Any) -> str:
     """What a fused optimizer says to a checkpoint of its twin with other settings."""
-    from flextrain.core.errors import CheckpointError
+    from flextrain.core.base.errors import CheckpointError
 
     with started(
         NPU, optim(EQUIVALENTS.get(name, "AdamW"), **settings) if name in EQUIVALENTS else optim("AdamW")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flextrain import Hook
 from flextrain.core.checkpoint import Checkpoint, Staging, save_in_background
-from flextrain.core.host_memory import HostBuffer
+from flextrain.core.device.device import HostBuffer
 
 from .training import make_runner
 

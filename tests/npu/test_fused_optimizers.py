@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from flextrain.optim.adapters.npu_fused import EQUIVALENTS, NEAREST
+from flextrain.optim.adapters import EQUIVALENTS, NEAREST
 
 from . import fused
 from .conftest import NpuWorkers

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from flextrain.tools.doctor import Machine, examine
-from flextrain.tools.doctor.package_probe import strategy_facts, torch_facts, torch_npu_facts
+from flextrain.doctor.machine import Machine
+from flextrain.doctor.package_probe import strategy_facts, torch_facts, torch_npu_facts
+from flextrain.doctor.report import examine
 
 from .conftest import VARIABLES, NpuWorkers, environment, python
 

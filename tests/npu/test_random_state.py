@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flextrain.core.random_state import load_rng_state, rng_state
+from flextrain.core.random.generators import load_rng_state, rng_state
 
 pytestmark = [pytest.mark.npu, pytest.mark.distributed]
 

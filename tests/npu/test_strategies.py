@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flextrain.testing import check_strategy
-from flextrain.testing.check_table import CHECKS
+from flextrain.testing.conformance_checks import CHECKS
 from flextrain.testing.differences import relative_difference
 
 from .training import ADAMW, CPU, Classifier, History, make_runner, train, train_on_cpu

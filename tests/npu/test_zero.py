@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from flextrain.core.errors import FlexTrainError
+from flextrain.core.base.errors import FlexTrainError
 from flextrain.optim import AmpOptimWrapper
-from flextrain.runner.hooks.averaging import WeightAverage
+from flextrain.runner.hooks.ema import WeightAverage
 from flextrain.strategies import DeepSpeedStrategy
 from flextrain.testing.loop import windows
 from flextrain.testing.models import HalfFrozen

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain.core.errors import ConfigError
+from flextrain.core.base.errors import ConfigError
 from flextrain.optim import AmpOptimWrapper, OptimWrapper, build_optim_wrapper
 from flextrain.strategies import SingleDeviceStrategy
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flextrain.core.base.errors import ConfigError, StrategyError
 from flextrain.core.checkpoint import Checkpoint, save_checkpoint
-from flextrain.core.errors import ConfigError, StrategyError
 from flextrain.optim import ApexOptimWrapper, build_optim_wrapper
 from flextrain.strategies import SingleDeviceStrategy
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from flextrain.core.errors import ConfigError
+from flextrain.core.base.errors import ConfigError
 from flextrain.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict, build_optim_wrapper
 
 OPTIMIZER = dict(type="SGD", lr=0.1)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from flextrain import DefaultOptimWrapperConstructor, OptimWrapper, OptimWrapperDict
-from flextrain.core.errors import ConfigError
-from flextrain.core.registry import OPTIM_WRAPPER_CONSTRUCTORS
-from flextrain.optim.group_checks import NotedReads
+from flextrain.core.base.errors import ConfigError
+from flextrain.core.base.registry import OPTIM_WRAPPER_CONSTRUCTORS
+from flextrain.optim.param_groups import NotedReads
 
 SGD = dict(type="SGD", lr=0.1, momentum=0.9, weight_decay=0.01)
 

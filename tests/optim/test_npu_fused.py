@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from flextrain import OPTIMIZERS, ConfigError, OptimWrapper, StrategyError
-from flextrain.optim.adapters.choose import adapter_for
-from flextrain.optim.adapters.npu_fused import EQUIVALENTS, NEAREST, FusedAdapter
+from flextrain.optim.adapters import EQUIVALENTS, NEAREST, FusedAdapter, adapter_for
 from flextrain.strategies import SingleDeviceStrategy
 
 NAMES = sorted({**EQUIVALENTS, **NEAREST})

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from flextrain.core.errors import ConfigError
+from flextrain.core.base.errors import ConfigError
 from flextrain.optim import OptimWrapper
 
 RECORDER = Path(__file__).parent / "record_mmengine_paramwise.py"

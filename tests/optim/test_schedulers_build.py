@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flextrain.core.errors import CheckpointError, ConfigError
+from flextrain.core.base.errors import CheckpointError, ConfigError
 from flextrain.optim import schedulers as library
 from flextrain.optim.schedulers import build_param_schedulers, check_param_schedulers
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from flextrain.core.errors import ConfigError
+from flextrain.core.base.errors import ConfigError
 from flextrain.optim.schedulers import StepLR, TorchScheduler, build_param_schedulers
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
-from flextrain.core.errors import ConfigError, StrategyError
-from flextrain.core.registry import OPTIMIZERS
+from flextrain.core.base.errors import ConfigError, StrategyError
+from flextrain.core.base.registry import OPTIMIZERS
 from flextrain.optim import OptimWrapper, StepInfo
 
 

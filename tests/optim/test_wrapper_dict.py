@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from flextrain.core.errors import CheckpointError, ConfigError, StrategyError
+from flextrain.core.base.errors import CheckpointError, ConfigError, StrategyError
 from flextrain.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from flextrain.optim.wrapper import StepInfo
 from flextrain.strategies import SingleDeviceStrategy

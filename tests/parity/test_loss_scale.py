@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flextrain import AmpOptimWrapper, OptimWrapper
-from flextrain.core import gradients
+from flextrain.optim import gradients
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train
 from flextrain.testing.models import TinyTransformer

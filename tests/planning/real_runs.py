@@ -14,18 +14,16 @@ from torch.distributed import _functional_collectives
 from torch.utils.flop_counter import FlopCounterMode
 
 from flextrain import __version__
+from flextrain.core.base.rehearsing import rehearsal
 from flextrain.core.checkpoint import save_checkpoint
-from flextrain.core.random_state import rng_state
-from flextrain.core.rehearsing import rehearsal
+from flextrain.core.random.generators import rng_state
+from flextrain.plan import update
+from flextrain.plan.child import answer, arguments_for, measure, rehearse
+from flextrain.plan.ledger import Ledger, Network
+from flextrain.plan.plan import PlannedJob
+from flextrain.plan.update import Training, set_seed
 from flextrain.testing.loop import environ
-from flextrain.tools.planning import update
-from flextrain.tools.planning.child import answer
-from flextrain.tools.planning.execution import arguments_for, measure, rehearse
-from flextrain.tools.planning.ledger import Ledger
-from flextrain.tools.planning.links import Network
-from flextrain.tools.planning.plan import PlannedJob
-from flextrain.tools.planning.update import Training, set_seed
-from flextrain.tools.script import runner_arguments
+from flextrain.user_script import runner_arguments
 
 from .allocator import counting
 

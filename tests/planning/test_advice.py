@@ -4,11 +4,9 @@ import dataclasses
 
 import pytest
 
-from flextrain.tools.planning import advice
-from flextrain.tools.planning.advice import advise, possible_changes
-from flextrain.tools.planning.per_strategy import plan, plan_strategy
-from flextrain.tools.planning.plan import Moment, PlannedJob, RankPlan, StrategyPlan, Traffic, Work
-from flextrain.tools.planning.recipe import Recipe, as_arguments
+from flextrain.plan import per_strategy as advice
+from flextrain.plan.per_strategy import advise, plan, plan_strategy, possible_changes
+from flextrain.plan.plan import Moment, PlannedJob, RankPlan, Recipe, StrategyPlan, Traffic, Work, as_arguments
 
 from .real_runs import SCRIPT
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from flextrain.tools.planning.books import EXECUTED, Books, are_alike, reckoned
-from flextrain.tools.planning.plan import Moment
+from flextrain.plan.ledger import EXECUTED, Books, are_alike, reckoned
+from flextrain.plan.plan import Moment
 
 from .real_runs import planned, planned_whole
 from .test_refusals import AMP, FSDP, MESH

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from flextrain.cli import main
-from flextrain.core.errors import ConfigError
-from flextrain.tools.planning.calibrate import Measured, fit, measured_in, with_times
-from flextrain.tools.planning.plan import StrategyPlan, Traffic, TrainingPlan, read_plan
+from flextrain.core.base.errors import ConfigError
+from flextrain.plan.plan import StrategyPlan, Traffic, TrainingPlan, read_plan
+from flextrain.plan.step_time import Measured, fit, measured_in, with_times
 
 from .real_runs import SCRIPT
 from .test_step_time import ROUND, a_plan, a_rank, matrix, shown

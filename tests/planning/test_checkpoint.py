@@ -4,14 +4,12 @@ import dataclasses
 
 import pytest
 
-from flextrain.core.checkpoint.save.layout_rules import Kind
-from flextrain.core.checkpoint.save.offer import Mesh, Offer, Offered, OnMesh, Range, Whole
-from flextrain.core.checkpoint.save.planning import plan_save
-from flextrain.core.errors import ConfigError
-from flextrain.core.shard_spans import Cut
-from flextrain.tools.planning.checkpoint import Share, plan_checkpoint, with_checkpoint, with_seconds
-from flextrain.tools.planning.per_strategy import plan_strategy, rate_in_bytes
-from flextrain.tools.planning.plan import CheckpointPlan, Moment, PlannedJob, RankPlan, StrategyPlan
+from flextrain.core.base.errors import ConfigError
+from flextrain.core.checkpoint.chunks import Cut
+from flextrain.core.checkpoint.save_plan import Kind, Mesh, Offer, Offered, OnMesh, Range, Whole, plan_save
+from flextrain.plan.checkpoint import Share, plan_checkpoint, with_checkpoint, with_seconds
+from flextrain.plan.per_strategy import plan_strategy, rate_in_bytes
+from flextrain.plan.plan import CheckpointPlan, Moment, PlannedJob, RankPlan, StrategyPlan
 
 from .real_runs import SCRIPT, save
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from flextrain.cli import main
-from flextrain.tools.planning.per_strategy import size_in_bytes
-from flextrain.tools.planning.plan import read_plan
+from flextrain.plan.per_strategy import size_in_bytes
+from flextrain.plan.plan import read_plan
 
 from ..waiting import wait_until
 from .real_runs import SCRIPT

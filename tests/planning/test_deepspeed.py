@@ -6,11 +6,11 @@ import os
 import pytest
 import torch
 
+from flextrain.plan.child import arguments_for, rehearse
+from flextrain.plan.plan import PlannedJob
+from flextrain.plan.update import Training, set_seed
 from flextrain.testing.loop import environ
-from flextrain.tools.planning.execution import arguments_for, rehearse
-from flextrain.tools.planning.plan import PlannedJob
-from flextrain.tools.planning.update import Training, set_seed
-from flextrain.tools.script import runner_arguments
+from flextrain.user_script import runner_arguments
 
 from .real_runs import SCRIPT
 

@@ -6,12 +6,20 @@ import math
 import pytest
 
 from flextrain.cli import main
-from flextrain.core.errors import ConfigError
-from flextrain.tools.planning.fit import axes_in, lines_on_search, name_of, ordered, products, search
-from flextrain.tools.planning.per_strategy import plan, plan_strategy
-from flextrain.tools.planning.plan import Moment, PlannedJob, RankPlan, StrategyPlan, Traffic, TrainingPlan, read_plan
-from flextrain.tools.planning.recipe import Recipe
-from flextrain.tools.planning.times import StepTime
+from flextrain.core.base.errors import ConfigError
+from flextrain.plan.fit import axes_in, lines_on_search, name_of, ordered, products, search
+from flextrain.plan.per_strategy import plan, plan_strategy
+from flextrain.plan.plan import (
+    Moment,
+    PlannedJob,
+    RankPlan,
+    Recipe,
+    StepTime,
+    StrategyPlan,
+    Traffic,
+    TrainingPlan,
+    read_plan,
+)
 
 from .real_runs import SCRIPT
 

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flextrain.core.rehearsing_private import quick_fake_mode
-from flextrain.tools.planning.ledger import Ledger
-from flextrain.tools.planning.links import Network
+from flextrain.core.torch_compat.rehearsing_private import quick_fake_mode
+from flextrain.plan.ledger import Ledger, Network
 
 FLOAT = 4
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flextrain.tools.planning.links import Network, check_nodes
+from flextrain.plan.ledger import Network, check_nodes
 
 
 def test_axes_along_which_processes_differ():

@@ -9,9 +9,8 @@ import pytest
 
 from flextrain.cli import main
 from flextrain.commands.list_names import machine_row
-from flextrain.core.errors import ConfigError
-from flextrain.tools.planning.machine_kind import DTYPES, Link
-from flextrain.tools.planning.machines import MACHINES, check_devices, machine_named, machine_of, nodes_for
+from flextrain.core.base.errors import ConfigError
+from flextrain.plan.machines import DTYPES, MACHINES, Link, check_devices, machine_named, machine_of, nodes_for
 
 H100 = MACHINES["h100"]
 

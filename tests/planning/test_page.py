@@ -9,13 +9,11 @@ from html.parser import HTMLParser
 import pytest
 
 from flextrain.cli import main
-from flextrain.core.errors import CheckpointError, ConfigError
-from flextrain.tools.planning import html as html_module
-from flextrain.tools.planning.html import check_page, page, write_page
-from flextrain.tools.planning.machines import MACHINES
-from flextrain.tools.planning.plan import KINDS, Moment, RankPlan, StrategyPlan, Traffic, TrainingPlan
-from flextrain.tools.planning.recipe import Recipe
-from flextrain.tools.planning.times import StepTime
+from flextrain.core.base.errors import CheckpointError, ConfigError
+from flextrain.plan import html as html_module
+from flextrain.plan.html import check_page, page, write_page
+from flextrain.plan.machines import MACHINES
+from flextrain.plan.plan import KINDS, Moment, RankPlan, Recipe, StepTime, StrategyPlan, Traffic, TrainingPlan
 
 pytest.importorskip("matplotlib")
 MIB = 2**20

@@ -4,18 +4,9 @@ import json
 
 import pytest
 
-from flextrain.core.errors import ConfigError
-from flextrain.tools.planning.execution import arguments_for
-from flextrain.tools.planning.plan import (
-    Moment,
-    PlannedJob,
-    RankPlan,
-    StrategyPlan,
-    Traffic,
-    TrainingPlan,
-    Work,
-    read_plan,
-)
+from flextrain.core.base.errors import ConfigError
+from flextrain.plan.child import arguments_for
+from flextrain.plan.plan import Moment, PlannedJob, RankPlan, StrategyPlan, Traffic, TrainingPlan, Work, read_plan
 
 GIB = 2**30
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flextrain.tools.planning.update import samples_in
+from flextrain.plan.update import samples_in
 
 from .real_runs import planned, refusal, waiting
 from .test_refusals import AMP, FSDP, MESH

@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from flextrain.core import rehearsing
-from flextrain.core.errors import StrategyError
-from flextrain.core.rehearsing_private import is_fake, quick_fake_mode
+from flextrain.core.base import rehearsing
+from flextrain.core.base.errors import StrategyError
+from flextrain.core.torch_compat.rehearsing_private import is_fake, quick_fake_mode
+from flextrain.plan.ledger import Ledger, Network
 from flextrain.strategies.base import Strategy
-from flextrain.strategies.requirements import Needs
-from flextrain.tools.planning.ledger import Ledger
-from flextrain.tools.planning.links import Network
+from flextrain.strategies.config import Needs
 
 
 def test_a_version_of_torch_that_was_not_checked_is_one_line(monkeypatch):

@@ -5,14 +5,12 @@ import io
 import pytest
 from rich.console import Console
 
+from flextrain.plan.ledger import Network
+from flextrain.plan.machines import MACHINES, Link, MachineKind
+from flextrain.plan.plan import Moment, PipelineOrder, RankPlan, StrategyPlan, Traffic, TrainingPlan, Work, read_plan
+from flextrain.plan.report import interval, report
+from flextrain.plan.step_time import others_inside, run_orders, step_time
 from flextrain.strategies.mesh.pipeline.orders import SCHEDULES, orders_of
-from flextrain.tools.planning.links import Network
-from flextrain.tools.planning.machine_kind import Link, MachineKind
-from flextrain.tools.planning.machines import MACHINES
-from flextrain.tools.planning.plan import Moment, RankPlan, StrategyPlan, Traffic, TrainingPlan, Work, read_plan
-from flextrain.tools.planning.report import interval, report
-from flextrain.tools.planning.step_time import others_inside, run_orders, step_time
-from flextrain.tools.planning.times import PipelineOrder
 
 ROUND = MachineKind(  # figures that are easy to reckon with
     "round",
@@ -197,7 +195,7 @@ def shown(plan):
 
 
 def test_the_report_has_a_step_only_with_a_machine():
-    from flextrain.tools.planning.calibrate import with_times
+    from flextrain.plan.step_time import with_times
 
     rank = a_rank(matrix("forward", 1), traffic=[Traffic("all_reduce", "data", 4, 1, 0, 2 * 10**11, 0, "backward")])
     refused = StrategyPlan("fsdp", "refused", "strategy.type: is not possible")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flextrain import Hook
+from flextrain.core.base.errors import NonFiniteError
 from flextrain.core.checkpoint import is_marked
-from flextrain.core.errors import NonFiniteError
 
 
 class BadBatch(Hook):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from flextrain import DataShard, Strategy, Topology
-from flextrain.strategies.steps import EvalStep, TrainStep
+from flextrain.strategies.base import EvalStep, TrainStep
 
 
 class TwoParts(nn.Module):

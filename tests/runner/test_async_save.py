@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from flextrain.core.base.errors import CheckpointError
 from flextrain.core.checkpoint import Checkpoint, find_latest, is_checkpoint
-from flextrain.core.checkpoint.save import saving
-from flextrain.core.errors import CheckpointError
+from flextrain.core.checkpoint import save as saving
 from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
 

@@ -197,7 +197,7 @@ MISSPELLED = [
 
 WRONG_NAME = [
     case("model", dict(type="MyModle"), "is no known model", "model.type"),
-    case("model", "flextrain.core.model:BaseModle", 'did you mean "BaseModel"?', "model"),
+    case("model", "flextrain.core.model.base_model:BaseModle", 'did you mean "BaseModel"?', "model"),
     case("model", dict(type="no.such.package:Net"), "cannot be imported", "model.type"),
     case("train_dataloader.dataset", dict(type="CIFAR"), "is no known dataset", "train_dataloader.dataset.type"),
     case("train_dataloader.sampler.type", "DefaultSampeler", 'did you mean "DefaultSampler"?'),

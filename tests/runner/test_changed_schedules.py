@@ -13,8 +13,7 @@ from torch import nn
 
 from flextrain import CheckpointError, FlexibleRunner
 from flextrain.optim.schedulers import ParamScheduler, build_param_schedulers
-from flextrain.optim.schedulers.replay import GroupValues, adopt, replay
-from flextrain.optim.schedulers.settings import changes, settings
+from flextrain.optim.schedulers.replay import GroupValues, adopt, changes, replay, settings
 from flextrain.runner.hooks import Hook
 
 from .training import Samples, SaveEvery, change_values, make_runner, validation

@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from flextrain import ConfigError
-from flextrain.core.generators import RandomStream
+from flextrain.core.random.generators import RandomStream
 from flextrain.runner import DefaultSampler, InfiniteSampler, build_dataloader, pseudo_collate
 from flextrain.runner.data.dataloaders import TrainData
 from flextrain.runner.data.samplers import Repeatable
@@ -260,7 +260,7 @@ def test_a_dataset_in_every_spelling() -> None:
 
     for dataset in (dict(type=Lazy, length=4), dict(type="tests_lazy", length=4)):
         if dataset["type"] == "tests_lazy":
-            from flextrain.core.registry import DATASETS
+            from flextrain.core.base.registry import DATASETS
 
             DATASETS.register_module("tests_lazy", force=True)(Lazy)
         built = loader(dict(dataset=dataset, collate_fn="default_collate"))

@@ -17,9 +17,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from flextrain import ConfigError, Hook
-from flextrain.core.errors import LaunchError
-from flextrain.core.random_state import rng_state
-from flextrain.core.torch_private import end_loader_workers
+from flextrain.core.base.errors import LaunchError
+from flextrain.core.random.generators import rng_state
+from flextrain.core.torch_compat.torch_private import end_loader_workers
 from flextrain.runner.loops.evaluate import ValLoop
 from flextrain.testing import WorkerGroup
 

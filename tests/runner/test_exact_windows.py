@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler
 
 from flextrain import ConfigError
 from flextrain.runner.data.dataloaders import TrainData, build_dataloader
-from flextrain.runner.data.exact_epochs import Counted
+from flextrain.runner.data.readers import Counted
 from flextrain.runner.data.samplers import DefaultSampler
 
 EXACT = dict(type="DefaultSampler", round_up=False)
@@ -107,7 +107,7 @@ def test_evaluation_with_the_same_sampler_has_no_filler() -> None:
     assert len(list(data.windows(0))) == 2
     sampler = data.loader.sampler
     sampler.set_span(0)
-    from flextrain.runner.data.dataloader_reader import Feed
+    from flextrain.runner.data.readers import Feed
 
     assert len(list(Feed(data.loader, (1, 2)).batches(0, 0))) == 1
     assert len(list(data.windows(1))) == 2, "and training has it again"

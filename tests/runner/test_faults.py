@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flextrain.core.events import read_events
+from flextrain.core.base.events import read_events
 from flextrain.testing import WorkerGroup
 
 from .faults import Outcome, scenario

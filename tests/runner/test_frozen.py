@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from flextrain import CheckpointError, DDPStrategy, FlexibleRunner, Hook, StrategyError
 from flextrain.core.checkpoint import Checkpoint, FlatShard
-from flextrain.core.checkpoint.frozen_prints import FrozenPrints
+from flextrain.core.checkpoint.replicas import FrozenPrints
 from flextrain.core.comm import collectives as dist
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import alone as alone_here

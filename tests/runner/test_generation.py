@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import BaseMetric, ConfigError, FlexibleRunner, Hook
-from flextrain.core.errors import StrategyError
-from flextrain.runner.generation import check_generates
-from flextrain.runner.loops.whole_evaluation import calls_generate
+from flextrain.core.base.errors import StrategyError
+from flextrain.runner.loops.evaluate import calls_generate
+from flextrain.runner.predictions import check_generates
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import alone
 from tests.strategies.whole_models import VOCABULARY, language_model

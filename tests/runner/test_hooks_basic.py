@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from flextrain import ConfigError, DDPStrategy, FlexibleRunner
-from flextrain.core.errors import NonFiniteError
+from flextrain.core.base.errors import NonFiniteError
 from flextrain.runner.hooks import (
     DistSamplerSeedHook,
     EarlyStoppingHook,
@@ -22,9 +22,9 @@ from flextrain.runner.hooks import (
     ParamSchedulerHook,
     RuntimeInfoHook,
     SyncBuffersHook,
-    empty_cache,
-    iter_timer,
 )
+from flextrain.runner.hooks import runtime_info as iter_timer
+from flextrain.runner.hooks import small_hooks as empty_cache
 from flextrain.testing import WorkerGroup
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from flextrain import BaseMetric, CheckpointError, ConfigError, FlexibleRunner, Hook
 from flextrain.runner.hooks import CheckpointHook
-from flextrain.runner.hooks.best_scores import BestScores
+from flextrain.runner.hooks.checkpoint import BestScores
 from flextrain.testing import WorkerGroup
 
 from .training import make_runner

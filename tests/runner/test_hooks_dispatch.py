@@ -19,7 +19,7 @@ from flextrain.runner.hooks import (
     Priority,
     get_priority,
 )
-from flextrain.runner.hooks.dispatch import check_points
+from flextrain.runner.hooks.hook import check_points
 
 
 def named(name: str, priority: Any, log: list[str]) -> Hook:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from flextrain import CheckpointError, ConfigError, DDPStrategy, FlexibleRunner, Hook
 from flextrain.core.checkpoint import Checkpoint
 from flextrain.runner.hooks import EMAHook
-from flextrain.runner.hooks.averaging import WeightAverage
+from flextrain.runner.hooks.ema import WeightAverage
 from flextrain.testing import WorkerGroup
 
 

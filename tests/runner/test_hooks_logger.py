@@ -15,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flextrain import ConfigError, FlexibleRunner
 from flextrain.core.comm import collectives
-from flextrain.runner.hooks import Hook, LoggerHook, closing_summary
-from flextrain.runner.reporting import LogProcessor, Reporter, line_queue
+from flextrain.runner.hooks import Hook, LoggerHook
+from flextrain.runner.hooks import logger as closing_summary
+from flextrain.runner.hooks import logger as line_queue
+from flextrain.runner.reporting import LogProcessor, Reporter
 from flextrain.testing import WorkerGroup
 
 

@@ -262,7 +262,7 @@ class Counted(nn.Linear):
 
 def test_engines_look_for_the_written_parameters_once() -> None:
     pytest.importorskip("deepspeed")
-    from flextrain.strategies.deepspeed.written_weights import WrittenWeights
+    from flextrain.strategies.deepspeed.strategy import WrittenWeights
 
     strategy, module = WrittenWeights.__new__(WrittenWeights), Counted(2, 2)
     strategy._module = module

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from flextrain.core.checkpoint import save as saving
 from flextrain.core.checkpoint import save_in_background
-from flextrain.core.checkpoint.save import saving
-from flextrain.runner import last_words
+from flextrain.runner.health import monitor as last_words
 
 from ..waiting import wait_until
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from flextrain import FlexibleRunner
+from flextrain.core.base.errors import CheckpointError, StrategyError
+from flextrain.core.comm import agreement as matched_calls
 from flextrain.core.comm import collectives as dist
-from flextrain.core.comm import matched_calls
-from flextrain.core.errors import CheckpointError, StrategyError
 from flextrain.testing import WorkerGroup
 
 from ..waiting import wait_until

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from flextrain import ConfigError
 from flextrain.core.checkpoint import FlatShard
 from flextrain.core.comm.topology import Topology
-from flextrain.runner.loops.loss_weights import Weighing
+from flextrain.runner.loops.losses import Weighing
 from flextrain.testing import WorkerGroup
 
 from .training import Samples, Watch, make_runner, whole_state

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from flextrain import CheckpointError, ConfigError, FlexibleRunner
-from flextrain.core.errors import FlexTrainError
+from flextrain.core.base.errors import FlexTrainError
 
 from .mistakes import checkpoints, data, environment, hooks, metrics, models, schedules
 from .mistakes.parts import Net, Row, changed, good

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flextrain import FlexibleRunner
-from flextrain.core.errors import FlexTrainError
+from flextrain.core.base.errors import FlexTrainError
 from flextrain.testing import WorkerGroup
 
 from .mistakes.parts import Frozen, Net, OldState, good

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flextrain import BaseModel, ConfigError, FlexibleRunner, OptimWrapper, OptimWrapperDict, SingleDeviceStrategy
-from flextrain.core.model import BaseDataPreprocessor
-from flextrain.core.registry import MODELS
+from flextrain.core.base.registry import MODELS
+from flextrain.core.model.base_model import BaseDataPreprocessor
 from flextrain.runner.hooks import Hook
 
 from .training import SGD, Net, Samples, Watch, differences, make_runner, validation, whole_state

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from flextrain.runner.monitor import Monitor
+from flextrain.runner.health.monitor import Monitor
 
 
 def test_a_watcher_that_raises_is_called_no_more_and_the_others_are(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flextrain import BaseModel, ConfigError, Hook, OptimWrapper, StrategyError
+from flextrain.core.base.errors import NonFiniteError
 from flextrain.core.comm import collectives as dist
-from flextrain.core.errors import NonFiniteError
 from flextrain.optim import OptimWrapperDict, build_optim_wrapper
-from flextrain.runner.reporting import LogProcessor, MessageHub, line_queue
+from flextrain.report.recorded_run import recorded_run
+from flextrain.report.run_facts import state_of
+from flextrain.runner.hooks import logger as line_queue
+from flextrain.runner.reporting import LogProcessor, MessageHub
 from flextrain.testing import WorkerGroup
-from flextrain.tools.report.recorded_run import recorded_run
-from flextrain.tools.report.run_facts import state_of
 
 from .nonfinite import BadBatch, Poison, saved, train_badly, warnings_in
 from .training import SGD, Net, Samples, differences, make_runner, validation, whole_state

@@ -29,10 +29,9 @@ from flextrain import (
 from flextrain.optim.schedulers import LinearLR
 from flextrain.runner.data.samplers import DefaultSampler, InfiniteSampler
 from flextrain.runner.hooks import CheckpointHook
-from flextrain.runner.loops.epoch import EpochBasedTrainLoop
 from flextrain.runner.loops.evaluate import TestLoop as LoopOfTests
 from flextrain.runner.loops.evaluate import ValLoop
-from flextrain.runner.loops.iteration import IterBasedTrainLoop
+from flextrain.runner.loops.train import EpochBasedTrainLoop, IterBasedTrainLoop
 from flextrain.runner.metrics.evaluator import Evaluator
 from flextrain.runner.reporting import JsonLinesReporter, LogProcessor, Visualizer
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flextrain.core.comm import collectives as dist
-from flextrain.runner.oversight import Oversight
+from flextrain.runner.health.oversight import Oversight
 from flextrain.testing import WorkerGroup
 
 from .training import make_runner

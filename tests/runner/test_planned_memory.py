@@ -7,10 +7,10 @@ import pytest
 
 from flextrain import ConfigError, FlexibleRunner, SingleDeviceStrategy
 from flextrain.core.comm.topology import Topology
-from flextrain.runner import planned_memory as module
-from flextrain.runner.planned_memory import planned_memory
+from flextrain.plan.plan import SCHEMA, Moment, RankPlan, StrategyPlan, TrainingPlan
+from flextrain.runner.hooks import planned_memory as module
+from flextrain.runner.hooks.planned_memory import planned_memory
 from flextrain.strategies.mesh import MeshStrategy
-from flextrain.tools.planning.plan import SCHEMA, Moment, RankPlan, StrategyPlan, TrainingPlan
 
 from .training import SGD, Net, Samples
 

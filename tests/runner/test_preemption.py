@@ -17,13 +17,12 @@ import pytest
 import torch
 
 from flextrain import ConfigError, FlexibleRunner, Hook, Strategy
+from flextrain.core.base.events import read_events
 from flextrain.core.checkpoint import find_latest, is_checkpoint
-from flextrain.core.events import read_events
-from flextrain.runner import preemption as preemption_module
 from flextrain.runner import runner as runner_module
-from flextrain.runner.loops.epoch import EpochBasedTrainLoop
-from flextrain.runner.preemption import Terminated
-from flextrain.runner.time_limit import requeue, seconds_of, slurm_end
+from flextrain.runner.health import preemption as preemption_module
+from flextrain.runner.health.preemption import Terminated, requeue, seconds_of, slurm_end
+from flextrain.runner.loops.train import EpochBasedTrainLoop
 from flextrain.testing import WorkerGroup
 
 from ..waiting import wait_until

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from flextrain.core.base.events import read_events
 from flextrain.core.checkpoint import is_checkpoint
-from flextrain.core.events import read_events
 
 JOB = Path(__file__).with_name("preempted_job.py")
 ENDS = (

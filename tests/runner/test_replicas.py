@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import DivergenceError
+from flextrain.core.base.tensors import replica_of
 from flextrain.core.checkpoint import Checkpoint, is_checkpoint
-from flextrain.core.fingerprints import replica_of
 from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
 

@@ -15,9 +15,8 @@ import torch
 
 from flextrain import REPORTERS, ConfigError
 from flextrain.runner.reporting import JsonLinesReporter, Reporter, TensorboardReporter, build_visualizer
-from flextrain.runner.reporting.mlflow import MlflowReporter
 from flextrain.runner.reporting.reporter import describe
-from flextrain.runner.reporting.wandb import WandbReporter
+from flextrain.runner.reporting.trackers import MlflowReporter, WandbReporter
 
 IMAGE = np.zeros((2, 2, 3), np.uint8)
 

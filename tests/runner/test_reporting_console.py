@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from flextrain import ConfigError
-from flextrain.core.log_marks import ONLY_IN_FILE
+from flextrain.core.base.errors import ONLY_IN_FILE
 from flextrain.runner.hooks import LoggerHook
 from flextrain.runner.reporting import ProgressBar, close_logger, is_interactive, setup_logger
 from flextrain.runner.reporting.console import folded

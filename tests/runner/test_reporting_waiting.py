@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flextrain import Hook
-from flextrain.runner.reporting import LogProcessor, MessageHub, line_queue, log_processor
-from flextrain.runner.reporting.line_queue import LineQueue
+from flextrain.runner.hooks import logger as line_queue
+from flextrain.runner.hooks.logger import LineQueue
+from flextrain.runner.reporting import LogProcessor, MessageHub, log_processor
 
 from .training import make_runner, validation
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from flextrain import CheckpointError, Hook
-from flextrain.core.events import read_events
-from flextrain.core.supervision import JOB, PROGRESS, RESTARTS, Progress, ProgressFile, read_progress
+from flextrain.core.base.events import JOB, PROGRESS, RESTARTS, Progress, ProgressFile, read_events, read_progress
 
 from .training import Samples, make_runner
 
@@ -97,7 +96,7 @@ def test_the_last_update_is_what_the_progress_file_says_in_the_end(
         def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
             assert runner.iter < 3 or has_looked.wait(30)
 
-    monkeypatch.setattr("flextrain.runner.told_progress.ProgressFile", Late)
+    monkeypatch.setattr("flextrain.runner.health.oversight.ProgressFile", Late)
     monkeypatch.setenv(PROGRESS, str(tmp_path / "progress"))
     monkeypatch.setenv("LOCAL_RANK", "0")
     before = set(threading.enumerate())  # other tests' too

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from flextrain import FlexibleRunner
-from flextrain.core.errors import ConfigError, StorageError
-from flextrain.core.folder_lock import FILE, FolderLock, OccupiedError
+from flextrain.core.base.errors import ConfigError, StorageError
+from flextrain.core.checkpoint.folders import FILE, FolderLock, OccupiedError
 from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
 
@@ -45,7 +45,7 @@ class Asks(Hook):
         with pytest.raises(OccupiedError) as caught:
             FolderLock(self.folder)
         self.said = str(caught.value)
-        code = f"from flextrain.core.folder_lock import FolderLock; from pathlib import Path; FolderLock(Path({str(self.folder)!r}))"
+        code = f"from flextrain.core.checkpoint.folders import FolderLock; from pathlib import Path; FolderLock(Path({str(self.folder)!r}))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         self.other = done.stderr
 
@@ -275,7 +275,7 @@ def test_a_file_that_is_removed_as_it_is_opened_holds_nothing(tmp_path: Path, mo
 def test_of_many_at_once_one_has_it(tmp_path: Path) -> None:
     """Whoever opens the file as it is removed must not hold a file that is not there any more."""
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom flextrain.core.folder_lock import FolderLock, OccupiedError\n"
+        "import sys, time\nfrom pathlib import Path\nfrom flextrain.core.checkpoint.folders import FolderLock, OccupiedError\n"
         "folder = Path(sys.argv[1])\nend = time.time() + 1.5\n"
         "while time.time() < end:\n"
         "    try:\n        lock = FolderLock(folder)\n    except OccupiedError:\n        continue\n"

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from flextrain import FlexibleRunner, SingleDeviceStrategy
-from flextrain.core.errors import ConfigError
-from flextrain.core.events import read_events
+from flextrain.core.base.errors import ConfigError
+from flextrain.core.base.events import read_events
 from flextrain.runner.hooks import LoggerHook
-from flextrain.runner.reporting.log_tables import Table, log_table
+from flextrain.runner.reporting.console import Table, log_table
 from flextrain.runner.reporting.model_outline import outline
-from flextrain.strategies.state_memory import state_of_optimizer
+from flextrain.strategies.parts.footprint import state_of_optimizer
 
 from .conftest import make_run
 
@@ -179,7 +179,7 @@ def test_saves_and_hooks_are_no_waiting_for_data(tmp_path: Path, monkeypatch: py
             runner._saver.seconds += 10
 
     for name in ("perf_counter", "monotonic"):
-        monkeypatch.setattr("flextrain.runner.hooks.closing_summary.time." + name, lambda: clock[0])
+        monkeypatch.setattr("flextrain.runner.hooks.logger.time." + name, lambda: clock[0])
     options = dict(val_dataloader=None, val_cfg=None, val_evaluator=None, param_scheduler=None)
     cfg = {"by_epoch": False, "max_iters": 4}
     hooks = dict(default_hooks=dict(checkpoint=None), custom_hooks=[Works()])

@@ -21,9 +21,9 @@ from torch.utils.data import IterableDataset
 from flextrain import BaseDataPreprocessor, BaseModel, Hook
 from flextrain.data import DataError
 from flextrain.optim.schedulers import LinearLR
-from flextrain.runner.failures import report
-from flextrain.runner.failures.advice import Failure, advice_on
-from flextrain.runner.failures.origin import Origin
+from flextrain.runner.health import failures as report
+from flextrain.runner.health.failures import Failure, advice_on
+from flextrain.runner.health.origin import Origin
 from flextrain.testing import WorkerGroup
 
 from .training import Accuracy, Samples, make_runner, validation

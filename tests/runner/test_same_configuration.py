@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from flextrain import OptimWrapper
-from flextrain.core.errors import ConfigError, StrategyError
+from flextrain.core.base.errors import ConfigError, StrategyError
 from flextrain.runner.hooks import Hook, ProfilerHook
 from flextrain.testing import WorkerGroup
 

@@ -24,7 +24,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from flextrain.core.generators import RandomStream, Watch
+from flextrain.core.random.generators import RandomStream, Watch
 from flextrain.runner import build_dataloader
 from flextrain.runner.data.dataloaders import TrainData
 from flextrain.runner.data.sample_seeds import SeededStream
@@ -466,7 +466,7 @@ def test_a_watch_sees_every_draw_and_undoes_it(draw: Callable[[], float]) -> Non
 
 
 def test_states_go_the_long_way_where_memory_is_laid_out_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flextrain.core import generator_memory as memory
+    from flextrain.core.random import generators as memory
 
     def drawn() -> list[float]:
         random.seed(1), np.random.seed(1), torch.manual_seed(1)

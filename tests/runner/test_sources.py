@@ -17,7 +17,9 @@ import torch
 
 from flextrain import ConfigError
 from flextrain.data import ArrowFiles, DataError, JsonlFiles, ParquetFiles, TarFiles, TokenFiles
-from flextrain.runner.data.sources import file_list, index_files, jsonl_files
+from flextrain.runner.data.sources import file_source as file_list
+from flextrain.runner.data.sources import file_source as index_files
+from flextrain.runner.data.sources import jsonl_files
 from flextrain.testing import WorkerGroup
 
 Samples = list[dict[str, Any]]

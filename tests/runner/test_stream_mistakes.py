@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flextrain.core.errors import FlexTrainError
+from flextrain.core.base.errors import FlexTrainError
 
 from .test_elastic import setting
 from .training import make_runner

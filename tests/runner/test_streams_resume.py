@@ -18,8 +18,8 @@ from flextrain import CheckpointError, ConfigError
 from flextrain.data import Mixture, PackedTokens
 from flextrain.runner import build_dataloader
 from flextrain.runner.data.dataloaders import TrainData
-from flextrain.runner.data.streams.document_index import GROUP
-from flextrain.runner.data.streams.mixture_order import MixtureSchedule
+from flextrain.runner.data.streams.mixture import MixtureSchedule
+from flextrain.runner.data.streams.packing import GROUP
 from flextrain.testing import WorkerGroup
 
 from .test_elastic import DDP, on, setting, train

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import ConfigError, FlexibleRunner, StrategyError
-from flextrain.core.token_counts import TokenCount, count_tokens
+from flextrain.core.model.token_counts import TokenCount, count_tokens
 from flextrain.runner.hooks import Hook
 from flextrain.testing.sessions import whole_model
 from tests.hugging_face.token_models import CLASSES, TOKEN_MODELS

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from flextrain import FSDPStrategy, OptimWrapper
-from flextrain.core.errors import FlexTrainError
+from flextrain.core.base.errors import FlexTrainError
 from flextrain.testing import WorkerGroup
 
 from .training import Net, make_runner

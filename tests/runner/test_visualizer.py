@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from flextrain import VISUALIZERS, ConfigError, FlexibleRunner, Hook, MessageHub, Visualizer
-from flextrain.runner.reporting import JsonLinesReporter, Reporter, build_visualizer, pictures
+from flextrain.runner.reporting import JsonLinesReporter, Reporter, build_visualizer
+from flextrain.runner.reporting import reporter as pictures
 from flextrain.testing import WorkerGroup
 
 from .training import make_runner

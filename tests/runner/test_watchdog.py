@@ -10,19 +10,25 @@ import pytest
 import torch
 
 from flextrain import heartbeat
-from flextrain.core.comm.bulletin import StoreLostError
-from flextrain.core.errors import ConfigError, LaunchError, StrategyError
-from flextrain.core.heartbeat import heartbeats
-from flextrain.core.model import class_name
+from flextrain.core.base.errors import ConfigError, LaunchError, StrategyError
+from flextrain.core.base.events import heartbeats
+from flextrain.core.comm.agreement import StoreLostError
+from flextrain.core.model.base_model import class_name
+from flextrain.runner.health.exchange import Ending, Identity, follows_from_another
+from flextrain.runner.health.exchange import Exchange as RealExchange
+from flextrain.runner.health.stalls import (
+    LEAST_S,
+    Age,
+    Beat,
+    Clock,
+    Gathering,
+    Stragglers,
+    Whereabouts,
+    is_compiling,
+    ranks,
+    verdict,
+)
 from flextrain.runner.options import Environment, check_options
-from flextrain.runner.watchdog.ending import Ending, follows_from_another
-from flextrain.runner.watchdog.exchange import Exchange as RealExchange
-from flextrain.runner.watchdog.identity import Identity
-from flextrain.runner.watchdog.pulse import Age, Clock
-from flextrain.runner.watchdog.stall import Beat, Gathering
-from flextrain.runner.watchdog.stragglers import LEAST_S, Stragglers
-from flextrain.runner.watchdog.verdict import ranks, verdict
-from flextrain.runner.watchdog.whereabouts import Whereabouts, is_compiling
 
 
 class Bulletin:

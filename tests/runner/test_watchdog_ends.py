@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 
-from flextrain.core.events import read_events
-from flextrain.runner.data import worker_stacks
-from flextrain.runner.watchdog import guard, watchdog
-from flextrain.runner.watchdog.ending import Ending
-from flextrain.runner.watchdog.identity import Identity
-from flextrain.runner.watchdog.rounds import Rounds
-from flextrain.runner.watchdog.stall import Beat
-from flextrain.runner.watchdog.whereabouts import Whereabouts, ask_worker
+from flextrain.core.base.events import read_events
+from flextrain.runner.data import sample_seeds as worker_stacks
+from flextrain.runner.health import watchdog
+from flextrain.runner.health import watchdog as guard
+from flextrain.runner.health.exchange import Ending, Identity
+from flextrain.runner.health.stalls import Beat, Whereabouts, ask_worker
+from flextrain.runner.health.watchdog import Rounds
 
 from .test_watchdog import Bulletin, report
 

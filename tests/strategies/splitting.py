@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from flextrain import DataShard, Strategy, Topology
 from flextrain.core.comm import collectives as dist
-from flextrain.core.gradients import average
-from flextrain.strategies.steps import EvalStep, TrainStep
+from flextrain.optim.gradients import average
+from flextrain.strategies.base import EvalStep, TrainStep
 
 
 class ForwardFirst(Strategy):

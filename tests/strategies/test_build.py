@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from flextrain.core.errors import ConfigError
-from flextrain.core.registry import STRATEGIES
+from flextrain.core.base.errors import ConfigError
+from flextrain.core.base.registry import STRATEGIES
 from flextrain.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,

@@ -27,11 +27,11 @@ from flextrain import (
 )
 from flextrain.core.comm import collectives as dist
 from flextrain.core.comm.topology import DataShard, Topology
-from flextrain.core.gradients import average, clip_by_norm, gradients
+from flextrain.optim.gradients import average, clip_by_norm, gradients
 from flextrain.optim.wrapper import StepInfo
 from flextrain.testing import ConformanceError, WorkerGroup, check_strategy
-from flextrain.testing.check_table import CHECKS
 from flextrain.testing.conformance import ORDER
+from flextrain.testing.conformance_checks import CHECKS
 
 from .splitting import CutsBatches, ForwardFirst
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import OptimWrapper
+from flextrain.core.base.registry import STRATEGIES
 from flextrain.core.comm import collectives as dist
-from flextrain.core.registry import STRATEGIES
-from flextrain.runner.build import build_model
+from flextrain.runner.parts import build_model
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_tensors
 from flextrain.testing.loop import alone

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from flextrain.core.base.errors import ConfigError, StrategyError
 from flextrain.core.checkpoint import Checkpoint, save_checkpoint
-from flextrain.core.errors import ConfigError, StrategyError
 from flextrain.optim import ApexOptimWrapper, OptimWrapper, OptimWrapperDict
 from flextrain.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from flextrain.testing import WorkerGroup

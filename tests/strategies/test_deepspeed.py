@@ -17,10 +17,10 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from flextrain.core.base.errors import CheckpointError, ConfigError, StrategyError
 from flextrain.core.checkpoint import Checkpoint, FlatShard
 from flextrain.core.comm.topology import DataShard, Topology
-from flextrain.core.errors import CheckpointError, ConfigError, StrategyError
-from flextrain.core.model import BaseModel
+from flextrain.core.model.base_model import BaseModel
 from flextrain.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from flextrain.strategies import DDPStrategy, DeepSpeedOptimWrapper, DeepSpeedStrategy, SingleDeviceStrategy
 from flextrain.testing import WorkerGroup, check_strategy

@@ -9,24 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain.core.errors import CheckpointError
+from flextrain.core.base.errors import CheckpointError
 from flextrain.optim import AmpOptimWrapper, OptimWrapper
-from flextrain.optim.adapters.choose import adapter_for
+from flextrain.optim.adapters import adapter_for
 from flextrain.strategies import DDPStrategy, DeepSpeedStrategy
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_tensors
 from flextrain.testing.loop import windows
 from flextrain.testing.models import ConformanceNet
-from flextrain.testing.sessions import (
-    Session,
-    load,
-    make_strategy,
-    run,
-    save,
-    single_device,
-    started,
-    whole_state,
-)
+from flextrain.testing.sessions import Session, load, make_strategy, run, save, single_device, started, whole_state
 
 adam = pytest.importorskip("deepspeed.ops.adam", reason="needs pip install flextrain[deepspeed]")
 # Compiling starts the compiler, and takes minutes, once.

@@ -17,7 +17,7 @@ pytest.importorskip("deepspeed")
 from torch import nn
 
 from flextrain import OptimWrapper
-from flextrain.core.errors import StrategyError
+from flextrain.core.base.errors import StrategyError
 from flextrain.strategies import DeepSpeedStrategy
 from flextrain.strategies.deepspeed import compiling
 from flextrain.testing import WorkerGroup

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain.core.errors import ConfigError, StrategyError
+from flextrain.core.base.errors import ConfigError, StrategyError
 from flextrain.optim import OptimWrapper
 from flextrain.strategies import DeepSpeedStrategy
 from flextrain.testing import WorkerGroup

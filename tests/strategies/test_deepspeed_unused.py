@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain.core.errors import StrategyError
+from flextrain.core.base.errors import StrategyError
 from flextrain.optim import AmpOptimWrapper, OptimWrapper
 from flextrain.optim.canonical import STATE, split_key
 from flextrain.strategies import DeepSpeedStrategy

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flextrain.core.errors import ConfigError, StrategyError
+from flextrain.core.base.errors import ConfigError, StrategyError
 from flextrain.optim import OptimWrapper
 from flextrain.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from flextrain.testing import WorkerGroup

@@ -26,12 +26,12 @@ from flextrain import (
     OptimWrapperDict,
     StrategyError,
 )
+from flextrain.core.base.registry import FUNCTIONS
 from flextrain.core.checkpoint import Checkpoint, save_checkpoint
-from flextrain.core.registry import FUNCTIONS
 from flextrain.optim import ApexOptimWrapper
 from flextrain.strategies import SingleDeviceStrategy
-from flextrain.strategies.fsdp import nodes
 from flextrain.strategies.fsdp import strategy as fsdp_strategy
+from flextrain.strategies.fsdp import strategy as nodes
 from flextrain.strategies.fsdp.units import choose_roots
 from flextrain.testing import WorkerGroup, check_strategy
 from flextrain.testing.loop import train

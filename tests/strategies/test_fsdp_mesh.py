@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from flextrain import FSDPStrategy
 from flextrain.core.checkpoint import Checkpoint, save_checkpoint
-from flextrain.core.dtensor_chunks import full_tensor
+from flextrain.core.checkpoint.chunks import full_tensor
 from flextrain.testing import WorkerGroup
 
 pytestmark = pytest.mark.distributed

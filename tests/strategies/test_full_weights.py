@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import OptimWrapper, Strategy
-from flextrain.core.errors import ConfigError, StrategyError
-from flextrain.core.module_copy_private import tensors_of
-from flextrain.core.registry import STRATEGIES
-from flextrain.strategies.whole.blueprint import Blueprint
-from flextrain.strategies.whole.copied_tensors import empty, fill
+from flextrain.core.base.errors import ConfigError, StrategyError
+from flextrain.core.base.registry import STRATEGIES
+from flextrain.core.torch_compat.torch_private import tensors_of
+from flextrain.strategies.parts.whole_weights import Blueprint, empty, fill
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train
 

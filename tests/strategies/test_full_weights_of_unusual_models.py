@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import OptimWrapper, Strategy
-from flextrain.core.errors import ConfigError, StrategyError
-from flextrain.core.registry import STRATEGIES
+from flextrain.core.base.errors import ConfigError, StrategyError
+from flextrain.core.base.registry import STRATEGIES
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train
 from flextrain.testing.models import SmallModel

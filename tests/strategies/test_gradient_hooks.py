@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import OptimWrapper
+from flextrain.core.base.errors import StrategyError
+from flextrain.core.base.registry import STRATEGIES
 from flextrain.core.comm import collectives as dist
-from flextrain.core.errors import StrategyError
-from flextrain.core.registry import STRATEGIES
-from flextrain.core.torch_private import keep_gradient_hooks
+from flextrain.core.torch_compat.torch_private import keep_gradient_hooks
 from flextrain.strategies import gradient_hooks
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_numbers, same_tensors

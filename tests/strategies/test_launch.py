@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flextrain.core.errors import ConfigError, LaunchError
+from flextrain.core.base.errors import ConfigError, LaunchError
 from flextrain.strategies import launch
 
 JOB = """

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from flextrain.core.errors import ConfigError, LaunchError
+from flextrain.core.base.errors import ConfigError, LaunchError
 from flextrain.strategies import detect_launch
-from flextrain.strategies.launchers import Launch, mpi
-from flextrain.strategies.launchers.slurm import first_host
+from flextrain.strategies import launchers as mpi
+from flextrain.strategies.launchers import Launch, first_host
 
 TORCHRUN = dict(
     RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="a", MASTER_PORT="1",

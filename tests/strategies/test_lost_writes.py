@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import FSDPStrategy, OptimWrapper
+from flextrain.core.base.errors import StrategyError
 from flextrain.core.comm import collectives as dist
-from flextrain.core.errors import StrategyError
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain.core.errors import StrategyError
-from flextrain.core.model import BaseModel
+from flextrain.core.base.errors import StrategyError
+from flextrain.core.model.base_model import BaseModel
 from flextrain.optim import AmpOptimWrapper, OptimWrapper
 from flextrain.testing import WorkerError, WorkerGroup
 from flextrain.testing.differences import relative_difference, same_tensors

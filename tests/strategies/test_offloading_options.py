@@ -14,13 +14,14 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs pip install flextrain[deepspeed]")
 
+from flextrain.core.base.errors import ConfigError, StrategyError
+from flextrain.core.checkpoint.folders import FolderLock
 from flextrain.core.comm import collectives as dist
-from flextrain.core.errors import ConfigError, StrategyError
-from flextrain.core.folder_lock import FolderLock
 from flextrain.strategies import DeepSpeedStrategy, detect_launch
-from flextrain.strategies.deepspeed import async_io, swap_files
+from flextrain.strategies.deepspeed import swap_files
+from flextrain.strategies.deepspeed import swap_files as async_io
 from flextrain.strategies.deepspeed.engine_config import Request, engine_config
-from flextrain.strategies.deepspeed.swap_folder import SwapFolder
+from flextrain.strategies.deepspeed.swap_files import SwapFolder
 from flextrain.testing import WorkerGroup
 from flextrain.testing.simulation import simulate
 
@@ -118,7 +119,7 @@ def test_what_is_missing_is_named_before_any_process_group(bare: Path, tmp_path:
 
 
 def test_a_compiled_extension_needs_no_headers(bare: Path, tmp_path: Path) -> None:
-    from flextrain.core.torch_private import build_folder
+    from flextrain.core.torch_compat.torch_private import build_folder
 
     add_program(bare, "c++", 1)
     add_program(bare, "ninja", 0)
@@ -206,7 +207,7 @@ def test_deepspeed_gets_a_folder_of_this_process(tmp_path: Path, monkeypatch: py
 @pytest.mark.processes
 def test_folders_of_the_killed_are_removed_and_others_are_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     code = (
-        "import sys; from pathlib import Path; from flextrain.strategies.deepspeed.swap_folder import SwapFolder\n"
+        "import sys; from pathlib import Path; from flextrain.strategies.deepspeed.swap_files import SwapFolder\n"
         "folder = SwapFolder(Path(sys.argv[1])); (folder.path / 'x.swp').touch(); print(folder.path, flush=True)\n"
         "sys.stdin.read()"
     )

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flextrain.core.base.errors import CheckpointError, ConfigError, LaunchError, StrategyError
+from flextrain.core.base.registry import OPTIMIZERS
 from flextrain.core.checkpoint import Checkpoint, save_checkpoint
-from flextrain.core.device import DEVICES
-from flextrain.core.errors import CheckpointError, ConfigError, LaunchError, StrategyError
-from flextrain.core.registry import OPTIMIZERS
+from flextrain.core.device.device import DEVICES
 from flextrain.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from flextrain.strategies import SingleDeviceStrategy, Strategy
 from flextrain.testing.models import Mlp

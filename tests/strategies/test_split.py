@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from flextrain import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
+from flextrain.core.base.errors import CheckpointError
 from flextrain.core.checkpoint import Checkpoint, export_weights, find_latest
 from flextrain.core.comm import collectives as dist
-from flextrain.core.comm.joint_errors import raising_together
-from flextrain.core.errors import CheckpointError
-from flextrain.runner.finite_weights import nonfinite_weights
+from flextrain.core.comm.agreement import raising_together
+from flextrain.runner.resume.weights import nonfinite_weights
 from flextrain.testing import WorkerGroup
 
 from .split import Net, SplitStrategy, make_runner

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flextrain.core.errors import StrategyError
-from flextrain.core.torch_private import gradient_hooks
+from flextrain.core.base.errors import StrategyError
+from flextrain.core.torch_compat.torch_private import gradient_hooks
 from flextrain.optim import OptimWrapper
 from flextrain.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, MeshStrategy
 from flextrain.testing import WorkerGroup

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import OptimWrapper, Strategy
-from flextrain.core.registry import STRATEGIES
+from flextrain.core.base.registry import STRATEGIES
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train
 from flextrain.testing.models import SmallModel

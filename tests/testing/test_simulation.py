@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from flextrain import ConfigError, StrategyError
-from flextrain.core.comm import bulletin, matched_calls
-from flextrain.core.process_variables import PROCESS_VARIABLES, each_process_has
+from flextrain.core.comm import agreement as bulletin
+from flextrain.core.comm import agreement as matched_calls
+from flextrain.core.comm.rendezvous import PROCESS_VARIABLES, each_process_has
 from flextrain.testing import WorkerGroup
 from flextrain.testing.simulation import Simulation, SimulationError, simulate
 

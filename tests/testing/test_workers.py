@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from flextrain.core.base.errors import ConfigError
 from flextrain.core.comm import collectives
-from flextrain.core.errors import ConfigError
 from flextrain.testing import WorkerError, WorkerGroup
 from flextrain.testing import workers as workers_module
 

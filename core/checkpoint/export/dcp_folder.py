@@ -27,17 +27,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ...errors import CheckpointError
-from ...heartbeat import heartbeat
-from ...json_values import taken_from, unpack
+from ...base.errors import CheckpointError
+from ...base.events import heartbeat
+from ...base.json_values import taken_from, unpack
 from ..dcp_private import bytes_in_file
-from ..foreign.dcp_index import INDEX
-from ..load.checkpoint import Checkpoint
-from ..load.weights import open_weights
-from ..load.whole_tensors import TensorReader, reading
-from ..nonfinite_mark import what_is_not_finite
-from .extra_state import extra_states
-from .target import check_free, claimed, filled, local_folder
+from ..foreign.dcp import INDEX
+from ..load import Checkpoint, TensorReader, reading, what_is_not_finite
+from ..weights import open_weights
+from .files import check_free, claimed, extra_states, filled, local_folder
 from .weights import aliases_of, warn_of_left_out, weights_to_export
 
 _logger = logging.getLogger("flextrain")
@@ -66,7 +63,7 @@ def export_dcp(
         folder: the folder to write, which must not exist, or be empty.
         key: the script's key of the model, as in ``load({"model": model.state_dict()}, ...)``. Default: none, for
             ``load(model.state_dict(), ...)``; with ``optimizer`` "model".
-        optimizer: ``torch_items`` of ``flextrain.optim.torch_items``, to write the optimizer's state too, under the key "optimizer", as
+        optimizer: ``torch_items`` of ``flextrain.optim.canonical``, to write the optimizer's state too, under the key "optimizer", as
             torch's ``get_optimizer_state_dict`` names it, with ``StateDictOptions(flatten_optimizer_state_dict=True)`` or without.
         averaged: write EMAHook's averages instead of the weights; the hook's name if several hooks have averages.
         dtype: dtype of the model's floating-point tensors; default: unchanged.

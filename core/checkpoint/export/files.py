@@ -5,10 +5,14 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import shutil
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol
@@ -16,13 +20,207 @@ from typing import IO, Any, Protocol
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError
-from ...json_values import taken_from, unpack
-from ...torch_private import REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE
+from ...base.errors import CheckpointError
+from ...base.json_values import taken_from, unpack
+from ...model.module_state import EXTRA, torch_key
+from ...torch_compat.torch_private import REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE
 from ..directory import sync_directory
+from ..folders import FolderLock, OccupiedError
+from ..load import Checkpoint
 from ..safetensors_file import bytes_of
-from .extra_state import ExtraState
-from .target import make
+
+# The folder that an export writes: by one export at a time, and complete or as it was before.
+
+
+_STAGED = ".flextrain_export"
+# Not that of a run, which may export to its own work_dir.
+_LOCK = ".flextrain_export.lock"
+
+
+_FILES = (".safetensors", ".pth", ".pt", ".bin")
+
+
+def local_target(given: str | os.PathLike[str]) -> Path:
+    """Return what an export shall write as a path.
+
+    Raises:
+        CheckpointError: it is a URL, or empty.
+    """
+    if "://" in os.fspath(given):
+        raise CheckpointError(f"{given}: is a URL, and exports write to local files; give a path, and copy it there")
+    if not os.fspath(given):
+        raise CheckpointError('"": is not allowed, give the name of what is to be written')
+    return Path(given)
+
+
+def local_folder(given: str | os.PathLike[str]) -> Path:
+    """Return the folder that an export shall write.
+
+    Raises:
+        CheckpointError: it is a URL, or empty, or has the name of a file with weights.
+    """
+    path = local_target(given)
+    if path.suffix.lower() in _FILES and not path.exists():
+        raise CheckpointError(
+            f"{path}: has the name of a file, and this export writes a folder; leave out {path.suffix}"
+        )
+    return path
+
+
+def make(folder: Path, target: Path) -> None:
+    """Make a folder and those around it, for ``target``.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        file = next(path for path in (folder, *folder.parents) if path.is_file())
+        raise CheckpointError(f"{target}: could not be written, {file} is a file") from None
+    except OSError as error:
+        raise CheckpointError(f"{target}: could not be written, {error.strerror or error}") from error
+
+
+def check_free(folder: Path, patterns: Iterable[str], allowed: str = "a folder") -> None:
+    """Check that a folder has no file of such a name, or is not there yet.
+
+    What an export has left that was killed does not count.
+
+    Raises:
+        CheckpointError: it has one, or it is no folder.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder}: is a file, give {allowed}")
+    for pattern in patterns:
+        for file in sorted(folder.glob(pattern)):
+            if file.name not in (_STAGED, _LOCK):
+                raise CheckpointError(f"{file}: is there already, give another folder")
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Context in which no other export writes to a folder, which is made; if it is empty at the end, it is removed.
+
+    Raises:
+        CheckpointError: another export writes to it, or it cannot be made.
+    """
+    is_new = not folder.exists()
+    make(folder, folder)
+    try:
+        lock = FolderLock(folder, _LOCK)
+    except OccupiedError as error:
+        raise CheckpointError(f"{folder}: is being written by {error}, give another folder") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder}: could not be written, {error.strerror or error}") from error
+    with ExitStack() as stack:
+        if is_new:
+            stack.callback(_remove_empty, folder)
+        stack.callback(lock.release)
+        yield
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # something is in it
+        folder.rmdir()
+
+
+@contextmanager
+def filled(folder: Path, last: str, patterns: Iterable[str]) -> Iterator[Path]:
+    """Context with an empty folder, whose files are moved to ``folder`` at its end; an error leaves ``folder`` as it was.
+
+    Args:
+        folder: a folder that is ``claimed``.
+        last: the name of the file that is moved when all others are there.
+        patterns: see ``check_free``; another export may have been faster.
+
+    Raises:
+        CheckpointError: there is such a file, or the disk is full, or fails.
+    """
+    check_free(folder, patterns)
+    staged = folder / _STAGED
+    try:
+        shutil.rmtree(staged, ignore_errors=True)  # of an export that was killed
+        staged.mkdir()
+        yield staged
+        for file in sorted(staged.iterdir(), key=lambda file: (file.name == last, file.name)):
+            if file.is_dir():
+                shutil.copytree(file, folder / file.name, dirs_exist_ok=True)
+            else:
+                file.replace(folder / file.name)
+        sync_directory(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: could not be written, {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+# Find the extra state of modules in a checkpoint for an export.
+
+
+@dataclass(frozen=True)
+class ExportedTensor:
+    """A tensor to export: its ``key`` in the checkpoint, its ``name`` in the exported file."""
+
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class ExtraState:
+    """The extra state of one module.
+
+    Attributes:
+        name: torch's key for it, ``layer._extra_state``.
+        value: the encoded value of the checkpoint, see ``core.module_state``.
+        tensors: the tensors that the value refers to by index.
+    """
+
+    name: str
+    value: Any
+    tensors: tuple[ExportedTensor, ...]
+
+
+def extra_states(source: Checkpoint, tied: bool) -> list[ExtraState]:
+    """The extra state of all modules; ``tied``: that of a module with several names under each name.
+
+    Raises:
+        CheckpointError: the extra state is damaged.
+    """
+    aliases = source.values.get("aliases", {})
+    found = []
+    for key, value in source.values.items():
+        if not key.startswith(EXTRA):
+            continue
+        tensors: dict[int, ExportedTensor] = {}
+        try:
+            unpack(value, taken_from(partial(_noted, tensors, source, key)))
+            ordered = tuple(tensors[i] for i in range(len(tensors)))
+        except (LookupError, TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{source.path}: {key} is damaged, {error}") from None
+        name = torch_key(key.removeprefix(EXTRA))
+        names = [name]
+        if tied and isinstance(aliases, Mapping):
+            names += [alias for alias, first in aliases.items() if first == name]
+        found += [ExtraState(each, value, ordered) for each in names]
+    return found
+
+
+def _noted(tensors: dict[int, ExportedTensor], source: Checkpoint, key: str, number: int) -> ExportedTensor:
+    return tensors.setdefault(number, _tensor(source, f"{key}/{number}"))
+
+
+def _tensor(source: Checkpoint, key: str) -> ExportedTensor:
+    info = source.tensors[key]
+    return ExportedTensor(key, key, info.shape, info.dtype)
+
 
 # torch aligns tensors in its zip files to this many bytes.
 _ALIGNMENT = 64

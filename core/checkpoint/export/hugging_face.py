@@ -13,20 +13,15 @@ from typing import Any
 
 import torch
 
-from ...errors import CheckpointError
-from ...hugging_face import pretrained_private as private
-from ...hugging_face.folder import CONFIG, GENERATION, tokenizer_files
-from ...hugging_face.model_description import META_KEY, Description, meta_model, of_folder
-from ...stored_dtypes import DTYPES
-from ..foreign.stored_tensors import MODEL
-from ..load.checkpoint import Checkpoint
-from ..load.weights import open_weights
-from ..load.whole_tensors import reading
-from ..nonfinite_mark import what_is_not_finite
-from .exported_adapters import KEY as ADAPTERS
-from .extra_state import ExportedTensor
-from .files import Pending
-from .target import check_free, claimed, filled, local_folder
+from ...base.errors import CheckpointError
+from ...base.tensors import DTYPES
+from ...hugging_face import transformers_private as private
+from ...hugging_face.pretrained import CONFIG, GENERATION, META_KEY, Description, meta_model, of_folder, tokenizer_files
+from ..foreign.weights_file import MODEL
+from ..load import Checkpoint, reading, what_is_not_finite
+from ..weights import open_weights
+from .files import ExportedTensor, Pending, check_free, claimed, filled, local_folder
+from .peft_adapters import KEY as ADAPTERS
 from .weights import WEIGHT_FILES, in_safetensors, parse_size, weights_to_export, write_shards
 
 _logger = logging.getLogger("flextrain")

@@ -15,17 +15,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError, counted, one_of, suggest
-from ...stored_dtypes import DTYPES, PAIRS
-from ..foreign.stored_tensors import MODEL
-from ..load.checkpoint import Checkpoint
-from ..load.weights import open_weights
-from ..load.whole_tensors import reading
-from ..nonfinite_mark import what_is_not_finite
+from ...base.errors import CheckpointError, counted, one_of, suggest
+from ...base.tensors import DTYPES, PAIRS
+from ..foreign.weights_file import MODEL
+from ..load import Checkpoint, reading, what_is_not_finite
 from ..safetensors_file import write_safetensors
-from .extra_state import ExportedTensor, extra_states
-from .files import Pending, write_torch
-from .target import check_free, claimed, filled, local_target
+from ..weights import open_weights
+from .files import ExportedTensor, Pending, check_free, claimed, extra_states, filled, local_target, write_torch
 
 _logger = logging.getLogger("flextrain")
 

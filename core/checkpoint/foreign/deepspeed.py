@@ -15,14 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError
-from ..flat_ranges import chunks_of_range
-from ..load.checkpoint import Checkpoint
-from ..load.partial_read import Fetch
-from ..saved_tensor import StoredChunk, TensorEntry
+from ...base.errors import CheckpointError
+from ..chunks import chunks_of_range
+from ..load import Checkpoint
+from ..manifest import StoredChunk, TensorEntry
+from ..safetensors_file import Fetch
 from ..untrusted import one_line, read_name, sibling
-from .stored_tensors import MODEL, dtype_name, entry, label
 from .torch_files import StoredTensor, TorchFile
+from .weights_file import MODEL, dtype_name, entry, label
 
 _MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIM_STATES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

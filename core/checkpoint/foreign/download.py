@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from ...base.errors import CheckpointError, ConfigError, one_of, suggest
+from ...comm.agreement import raising_together
 from ...comm.collectives import all_gather_object, get_rank, side_group
-from ...comm.joint_errors import raising_together
-from ...errors import CheckpointError, ConfigError, one_of, suggest
 from ...version import __version__
-from ..paths import as_path
+from ..folders import as_path
 from ..untrusted import is_name_in_folder, one_line
 
 _logger = logging.getLogger("flextrain")

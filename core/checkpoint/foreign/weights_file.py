@@ -2,21 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pydantic
 from safetensors import SafetensorError, safe_open
 
-from ...errors import CheckpointError
-from ...json_values import add_to, pack
-from ...module_state import EXTRA, module_of
-from ..load.checkpoint import Checkpoint
-from ..load.partial_read import Fetch
-from ..storage import mapped_source
-from .stored_tensors import MODEL, dtype_name, whole
+from ...base.errors import CheckpointError
+from ...base.json_values import add_to, pack
+from ...base.tensors import DTYPE_NAMES, DTYPES
+from ...model.module_state import EXTRA, module_of
+from ..load import Checkpoint, mapped_source
+from ..manifest import StoredChunk, TensorEntry
+from ..safetensors_file import Fetch
+from ..untrusted import one_line, read_json, sibling
 from .torch_files import StoredTensor, TorchFile
+
+# Entries of a checkpoint for tensors in foreign files.
+
+
+MODEL = "model."
+
+
+def label(index: int) -> str:
+    """The name that chunks use for file number ``index``: real names of foreign files are not valid in a checkpoint."""
+    return f"rank-{index:05d}.safetensors"
+
+
+def whole(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
+    """The entry of a tensor that is one chunk in the first file.
+
+    Raises:
+        CheckpointError: checkpoints do not support the dtype.
+    """
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{path}: {name} is of {dtype}, and tensors of that kind cannot be read")
+    chunk = StoredChunk(offsets=(0,) * len(shape), shape=shape, file=label(0), name=name)
+    return entry(path, name, dtype, shape, [chunk])
+
+
+def entry(path: Path, name: str, dtype: str, shape: tuple[int, ...], chunks: Sequence[StoredChunk]) -> TensorEntry:
+    """The entry of a tensor of chunks.
+
+    Raises:
+        CheckpointError: the shape is impossible, or the chunks do not make up the tensor.
+    """
+    try:
+        return TensorEntry(dtype=dtype, shape=shape, chunks=tuple(chunks))
+    except pydantic.ValidationError as error:
+        reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise CheckpointError(f"{path}: {one_line(name)} is damaged, {reason}") from None
+
+
+def dtype_name(path: Path, name: str, tensor: StoredTensor) -> str:
+    """The dtype of a stored tensor, by its name in checkpoints.
+
+    Raises:
+        CheckpointError: checkpoints do not support the dtype or the kind of tensor.
+    """
+    kind = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)) if tensor.kind == "strided" else f"a {tensor.kind} kind"
+    if kind not in DTYPES:
+        raise CheckpointError(f"{path}: {name} is of {kind}, and tensors of that kind cannot be read")
+    return kind
+
+
+def joined(path: Path, parts: Mapping[str, Checkpoint], weight_map: Mapping[str, str]) -> Checkpoint:
+    """Join several sources into one.
+
+    Args:
+        path: the origin, for messages.
+        parts: name of each file to its source.
+        weight_map: name of each tensor to the name of its file.
+
+    Raises:
+        CheckpointError: a tensor is not in its file.
+    """
+    numbers = {file: index for index, file in enumerate(parts)}
+    entries = {}
+    for name, file in weight_map.items():
+        found = parts[file].entries.get(MODEL + name)
+        if not isinstance(found, TensorEntry):
+            raise CheckpointError(f"{path}: says that {one_line(name)} is in {file}, which lacks it")
+        chunks = tuple(chunk.model_copy(update={"file": label(numbers[file])}) for chunk in found.chunks)
+        entries[MODEL + name] = found.model_copy(update={"chunks": chunks})
+    sources = {label(numbers[file]): part.source for file, part in parts.items()}
+    origin = next(iter(parts.values())).origin if parts else "safetensors"
+    return Checkpoint(path, entries, {}, lambda file: sources[file](label(0)), origin=origin)
+
 
 LIGHTNING_VERSION = "pytorch-lightning_version"
 """A key that every checkpoint file of Lightning's Trainer has."""
@@ -106,3 +180,57 @@ def state_dict(path: Path, content: Any) -> Mapping[Any, Any]:
         kind = "tensor" if isinstance(content, StoredTensor) else type(content).__name__
         raise CheckpointError(f"{path}: holds a {kind} instead of a state dict")
     return content
+
+
+# Read Hugging Face's weights: one file, or several files and an index from tensor to file.
+#
+# Source of the format: https://huggingface.co/docs/safetensors and the ``save_pretrained`` of Transformers
+
+
+INDEX = ".safetensors.index.json"
+_INDICES = (f"*{INDEX}", "*.bin.index.json")
+_PARTS = "model-*-of-*.safetensors"
+_SINGLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
+
+
+class _Index(pydantic.BaseModel):
+    weight_map: dict[str, str]
+
+
+def find(folder: Path) -> Path | None:
+    """The index of a folder, or its single file of weights; None if it has neither.
+
+    Raises:
+        CheckpointError: it has several indices, or parts of weights without an index.
+    """
+    for pattern in _INDICES:
+        found = sorted(folder.glob(pattern))
+        if len(found) > 1:
+            names = ", ".join(path.name for path in found)
+            raise CheckpointError(f"{folder}: has several indices, give one of them: {names}")
+        if found:
+            return found[0]
+    single = next((folder / name for name in _SINGLE if (folder / name).is_file()), None)
+    if single is None and (parts := sorted(path.name for path in folder.glob(_PARTS))):
+        raise CheckpointError(
+            f"{folder}: has {parts[0]}, and no model{INDEX}, which says where each tensor is; it belongs to the same folder"
+        )
+    return single
+
+
+def open_index(path: Path) -> Checkpoint:
+    """Open the weights in the files that an index names; they must be in its folder.
+
+    Raises:
+        CheckpointError: the index or a file is damaged, or a file is outside of the folder.
+    """
+    try:
+        index = _Index.model_validate(read_json(path))
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        at = ".".join(map(str, first["loc"]))
+        raise CheckpointError(
+            f"{path}: is no index of weights at {at or 'its beginning'}, {first['msg'].replace(f' or instance of {_Index.__name__}', '')}"
+        ) from None
+    files = {name: sibling(path, name) for name in dict.fromkeys(index.weight_map.values())}
+    return joined(path, {name: open_file(file) for name, file in files.items()}, index.weight_map)

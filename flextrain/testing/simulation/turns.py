@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.errors import FlexTrainError
+from ...core.base.errors import FlexTrainError
 
 _FRUITLESS = 20  # questions by every rank without anything happening meanwhile
 

@@ -3,21 +3,138 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
+import fcntl
+import json
+import logging
 import os
+import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
+import xxhash
 from torch.utils.data import Dataset
 
-from ....core.errors import ConfigError, DataError, FlexTrainError
-from ....core.registry import FUNCTIONS
+from ....core.base.errors import ConfigError, DataError, FlexTrainError, counted, nearest
+from ....core.base.registry import FUNCTIONS
 from ..streams.stream_orders import LocalOrder, Order, default_order
-from .file_list import find_files, print_of_file, print_of_parts, prints_of_files
+
+# The files of a source: found by name or pattern, each once, with a fingerprint of what is in them.
+
+
+logger = logging.getLogger("flextrain")
+
+_END = 4096
+"""Bytes at the beginning and at the end of a file that its fingerprint looks at."""
+
+
+def find_files(paths: Any, suffixes: Sequence[str], where: str) -> list[Path]:
+    """Return the files that ``paths`` names: files and patterns in the given order, those of one pattern by name.
+
+    Args:
+        paths: a path, a folder, a pattern such as ``"data/*.jsonl"``, or a list of them.
+        suffixes: endings of the files that are taken from a folder.
+        where: the configuration key, for messages.
+
+    Raises:
+        ConfigError: nothing is found, something is no path, or a file is named twice.
+    """
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+    if not isinstance(given, (list, tuple)) or not given:
+        raise ConfigError(f"{where}: {paths!r} is not allowed, give a path, a pattern, or a list of at least one")
+    found: list[Path] = []
+    for item in given:
+        if not isinstance(item, (str, os.PathLike)):
+            raise ConfigError(f"{where}: {item!r} is not allowed, give a path or a pattern")
+        found += _matches(os.fspath(item), suffixes, where)
+    seen: dict[Path, Path] = {}
+    for path in found:
+        first = seen.setdefault(path.resolve(), path)
+        if first is not path:
+            other = "" if str(first) == str(path) else f" and {first}, which are one file"
+            raise ConfigError(f"{where}: names {path}{other} twice, its samples would be twice in every pass")
+    return found
+
+
+def _matches(pattern: str, suffixes: Sequence[str], where: str) -> list[Path]:
+    if "://" in pattern:
+        raise ConfigError(f'{where}: "{pattern}" is a URL, give files of a local or mounted file system')
+    if not pattern:
+        raise ConfigError(f"{where}: an empty text is not allowed, give a path or a pattern")
+    path = Path(pattern).expanduser()
+    if path.is_dir():
+        inside = sorted(each for each in path.iterdir() if each.is_file() and each.name.endswith(tuple(suffixes)))
+        if not inside:
+            raise ConfigError(f"{where}: the folder {path} has no file *{' or *'.join(suffixes)}")
+        return inside
+    if path.exists():
+        return [path]
+    if path.is_symlink():
+        raise ConfigError(f"{where}: {path} is a link to a file that is not there")
+    start = Path(path.anchor) if path.is_absolute() else Path()
+    relative = str(path.relative_to(path.anchor)) if path.is_absolute() else str(path)
+    matches = sorted(each for each in start.glob(relative) if each.is_file()) if relative != "." else []
+    if not matches:
+        names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+        meant = nearest(path.name, names)
+        raise ConfigError(f'{where}: no file matches "{pattern}"{f", did you mean {meant}?" if meant else ""}')
+    return matches
+
+
+def prints_of_files(paths: Sequence[Path]) -> list[str]:
+    """A text for each file, of its name, size, beginning and end: it changes with the data, and not if a file is copied.
+
+    Two files of one content under different names are warned of.
+    """
+    contents: dict[str, Path] = {}
+    found = []
+    for path in paths:
+        content, size = _content_of(path)
+        first = contents.setdefault(content, path)
+        if first is not path and size:
+            logger.warning(
+                f"{path} and {first} have the same size, beginning and end: a copy's samples come twice in every pass"
+            )
+        found.append(_print(path, content))
+    return found
+
+
+def print_of_file(path: Path) -> str:
+    """The text that ``prints_of_files`` gives for a file."""
+    return _print(path, _content_of(path)[0])
+
+
+def _print(path: Path, content: str) -> str:
+    return f"{path.name} {content}"
+
+
+def _content_of(path: Path) -> tuple[str, int]:
+    size = path.stat().st_size
+    digest = xxhash.xxh3_64(f"{size} ".encode())
+    with path.open("rb") as file:
+        digest.update(file.read(_END))
+        if size > _END:
+            file.seek(max(_END, size - _END))
+            digest.update(file.read(_END))
+    return digest.hexdigest(), size
+
+
+def print_of(dataset: object) -> str | None:
+    """The ``fingerprint`` of a dataset; None if it has none."""
+    found = getattr(dataset, "fingerprint", None)
+    return found if isinstance(found, str) else None
+
+
+def print_of_parts(kind: str, samples: int, parts: Sequence[object]) -> str:
+    """The fingerprint of a source as text: what it is, how many samples it has, and a hash of its parts in order."""
+    digest = xxhash.xxh3_64("\n".join(map(str, parts)).encode()).hexdigest()
+    return f"{kind} of {counted(samples, 'sample')} ({digest})"
+
 
 T = TypeVar("T")
 _OPEN_FILES = 64
@@ -210,3 +327,193 @@ def as_data_error(what: object, error: Exception) -> Exception:
         return error
     reason = " ".join(str(error).split()) or type(error).__name__
     return DataError(f"{what}: cannot be read, {reason}")
+
+
+# Index files: arrays that are made once from a data file, kept beside it, and mapped into memory.
+
+
+Arrays = Mapping[str, np.ndarray[Any, Any]]
+SUFFIX = ".ftindex"
+_MAGIC = b"ftindex1"
+_ALIGNED = 64
+
+_not_kept: dict[str, Arrays] = {}
+"""Indexes that no folder takes, of this process and of workers that are forked off."""
+
+
+def index_of(path: Path, kind: str, make: Callable[[], Arrays], index_dir: str | os.PathLike[str] | None) -> Arrays:
+    """Return the index of a data file; made and kept at the first call, and again when the file has changed.
+
+    Args:
+        path: the data file.
+        kind: what the index is of, with its version; another kind does not fit.
+        make: reads the data file and returns the arrays.
+        index_dir: folder of the index; None: beside the data file, or in the user's cache if that cannot be written.
+    """
+    stat = path.stat()
+    facts = {"kind": kind, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    return kept(f"{path.name}{SUFFIX}", path.resolve(), facts, make, path.parent, index_dir)
+
+
+def kept(
+    name: str,
+    whose: object,
+    facts: Mapping[str, Any],
+    make: Callable[[], Arrays],
+    beside: Path | None,
+    index_dir: str | os.PathLike[str] | None,
+) -> Arrays:
+    """Return arrays from the first folder that has them with these facts; else make them, and keep them.
+
+    Only one process at a time makes them, where the file system has locks; the others wait and read the file.
+
+    Args:
+        name: file name of the index.
+        whose: what the index is of, by which it is named in a folder for the indexes of several data.
+        facts: plain values that have to be the same in the file.
+        make: returns the arrays.
+        beside: the folder to try first.
+        index_dir: the only folder to use.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flextrain" / "index"
+    folder = cache if index_dir is None else Path(index_dir).expanduser()
+    if index_dir is not None and os.path.isfile(folder):  # noqa: PTH113 - Path's raises where it may not look
+        raise ConfigError(f"index_dir: {folder} is a file, give a folder")
+    files = [folder / f"{xxhash.xxh3_64_hexdigest(str(whose).encode())}-{name}"]  # files of one name may meet there
+    if index_dir is None and beside is not None:
+        files.insert(0, beside / name)
+    key = f"{whose} {json.dumps(facts, sort_keys=True)}"
+    if key in _not_kept:
+        return _not_kept[key]
+    for file in files:
+        if (found := _open(file, facts)) is not None:
+            return found
+    made: Arrays | None = None  # once, however many folders refuse it
+    for file in files:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(file):
+                if (found := _open(file, facts)) is None:
+                    made = make() if made is None else made
+                    _write(file, facts, made)
+                    found = _open(file, facts)
+            if found is not None:
+                return found
+        except PermissionError:
+            continue
+        except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
+            if index_dir is None:
+                raise
+            raise ConfigError(f"index_dir: {index_dir} is no folder and cannot be made, {error.strerror}") from None
+        except OSError as error:
+            if error.errno not in _CANNOT_WRITE:
+                raise
+    logger.warning(
+        f"{whose}: its index is not kept, {one_folder(files)} cannot be written to; every start makes it anew"
+    )
+    _not_kept[key] = make() if made is None else made
+    return _not_kept[key]
+
+
+def one_folder(files: list[Path]) -> str:
+    """The folders of files, for a message."""
+    return " and ".join(str(file.parent) for file in files)
+
+
+_CANNOT_WRITE = {30, 28, 122}  # a read-only file system, no space, no quota
+
+
+@contextlib.contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """Context in which no other process makes this file."""
+    lock = file.with_name(f".{file.name}.lock")
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: several processes make the same file
+            fcntl.lockf(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        # Removed while it is held: who waits for it looks for the index first, and at worst makes it once more.
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _write(file: Path, facts: Mapping[str, Any], arrays: Arrays) -> None:
+    columns, at = {}, 0
+    for name, array in arrays.items():
+        columns[name] = [array.dtype.str, at, len(array)]
+        at += -(-array.nbytes // _ALIGNED) * _ALIGNED
+    header = json.dumps({"facts": facts, "columns": columns, "bytes": at}).encode()
+    begin = -(-(len(_MAGIC) + 8 + len(header)) // _ALIGNED) * _ALIGNED
+    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("wb") as out:
+            out.write(_MAGIC + len(header).to_bytes(8, "little") + header)
+            for (_, offset, _), array in zip(columns.values(), arrays.values(), strict=True):
+                out.seek(begin + offset)
+                out.write(np.ascontiguousarray(array).data)
+            out.truncate(begin + at)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _open(file: Path, facts: Mapping[str, Any]) -> Arrays | None:
+    """The arrays of an index file, mapped into memory; None if it is missing, damaged, or of other data."""
+    try:
+        with file.open("rb") as opened:
+            if opened.read(len(_MAGIC)) != _MAGIC:
+                return None
+            length = int.from_bytes(opened.read(8), "little")
+            begin = -(-(len(_MAGIC) + 8 + length) // _ALIGNED) * _ALIGNED
+            if length > 2**24:
+                return None
+            header = json.loads(opened.read(length))
+            if header["facts"] != json.loads(json.dumps(facts)) or file.stat().st_size != begin + header["bytes"]:
+                return None
+        return {
+            # A view without memmap's own methods is read faster.
+            name: np.asarray(np.memmap(file, np.dtype(kind), "r", begin + offset, (count,)))
+            if count
+            else np.empty(0, kind)
+            for name, (kind, offset, count) in header["columns"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+# OpenBytes: a file that is open for reading spans of bytes.
+
+
+class OpenBytes:
+    """Reads spans of bytes of a file; the file's position is not used, so threads may share it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, begin: int, size: int, what: object) -> bytes:
+        """Return ``size`` bytes from byte ``begin``.
+
+        Raises:
+            DataError: the file ends before; the message names ``what``.
+        """
+        found = os.pread(self._file, size, begin)
+        while len(found) < size:  # one call gives at most 2 GiB
+            more = os.pread(self._file, size - len(found), begin + len(found))
+            if not more:
+                raise DataError(f"{self.path}: {what}: the file has become shorter since it was indexed")
+            found += more
+        return found
+
+    def close(self) -> None:
+        """Close the file; nothing, if it is closed."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):  # it is missing if the file could not be opened
+            self.close()

@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ....core.config import PositiveInt
-from ....core.errors import DataError
-from ....core.registry import DATASETS
-from .file_source import FileSource
-from .index_files import index_of
-from .open_bytes import OpenBytes
+from ....core.base.config import PositiveInt
+from ....core.base.errors import DataError
+from ....core.base.registry import DATASETS
+from .file_source import FileSource, OpenBytes, index_of
 
 _CHUNK = 2**24
 _BLANK = b" \t\r\n"

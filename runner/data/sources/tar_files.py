@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ....core.config import PositiveInt
-from ....core.errors import DataError
-from ....core.registry import DATASETS
-from .file_source import FileSource
-from .index_files import Arrays, index_of
-from .open_bytes import OpenBytes
+from ....core.base.config import PositiveInt
+from ....core.base.errors import DataError
+from ....core.base.registry import DATASETS
+from .file_source import Arrays, FileSource, OpenBytes, index_of
 
 _BLOCK = 512
 

@@ -10,11 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ....core.config import PositiveInt
-from ....core.errors import ConfigError, DataError, counted, one_of
-from ....core.registry import DATASETS
-from .file_source import FileSource
-from .index_files import index_of
+from ....core.base.config import PositiveInt
+from ....core.base.errors import ConfigError, DataError, counted, one_of
+from ....core.base.registry import DATASETS
+from .file_source import FileSource, index_of
 
 _CHUNK = 2**24
 _OTHERS = frozenset(

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from ....core.errors import ConfigError
+from ....core.base.errors import ConfigError
 
 SHARD = "shard"
 """Key of a dataloader: True: divide its data over the processes; False: every process has its own data already."""

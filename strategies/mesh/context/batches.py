@@ -7,11 +7,57 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as torch_dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from ....core.errors import ConfigError, StrategyError, suggest
-from .sequence import SequenceShards
+from ....core.base.errors import ConfigError, StrategyError, suggest
+from ....core.torch_compat.torch_private import tree_flatten, tree_unflatten
+
+# Which positions of a sequence each process has: a range of them, or one from either end.
+
+
+Span = tuple[int, int]
+"""Positions [start, stop) of the whole sequence."""
+
+
+@dataclass(frozen=True)
+class SequenceShards:
+    """The division of a sequence over processes.
+
+    Under a causal mask the last positions attend to the most others. Therefore, if ``balanced``, a process has one of
+    ``2 * count`` spans from the start and the one at the same distance from the end, which is equal work for all.
+
+    Args:
+        length: number of positions; ``count`` divides it, and ``2 * count`` if ``balanced``.
+        count: number of processes.
+    """
+
+    length: int
+    count: int
+    balanced: bool
+
+    def spans(self, index: int) -> list[Span]:
+        """Return the positions of process ``index``, in the order in which it has them."""
+        if not self.balanced:
+            size = self.length // self.count
+            return [(index * size, (index + 1) * size)]
+        size = self.length // (2 * self.count)
+        return [(at * size, (at + 1) * size) for at in (index, 2 * self.count - 1 - index)]
+
+    def cut(self, whole: Tensor, dim: int, index: int) -> Tensor:
+        """Return what process ``index`` has of a tensor with all positions along ``dim``."""
+        found = [whole.narrow(dim, start, stop - start) for start, stop in self.spans(index)]
+        return found[0] if len(found) == 1 else torch.cat(found, dim)
+
+    def join(self, shards: Sequence[Tensor], dim: int) -> Tensor:
+        """Return the tensor with all positions along ``dim``, in their order, from those of all processes."""
+        if not self.balanced:
+            return torch.cat(list(shards), dim)
+        halves = [shard.chunk(2, dim) for shard in shards]
+        return torch.cat([*(first for first, _ in halves), *(last for _, last in reversed(halves))], dim)
+
 
 KEYS: Mapping[str, int] = {
     "input_ids": 1, "labels": 1, "position_ids": -1, "inputs_embeds": 1, "token_type_ids": 1, "shift_labels": 1,
@@ -277,3 +323,41 @@ class SequenceBatches:
 def _counted(targets: Tensor, dim: int) -> Tensor:
     """(..., positions) of bool: where a target counts in the loss."""
     return (targets != IGNORED).movedim(dim, -1)
+
+
+# Outputs of a model for sequences that are cut: gathered along the sequence on the process that reports.
+
+
+def gather_outputs(outputs: Any, batch: CutBatch, mesh: DeviceMesh) -> Any:
+    """Return the outputs for the whole batch on the first process of ``mesh``, None on the others; a collective.
+
+    Tensors with the dimension of the sequence are joined in its order, numbers are averaged over the targets.
+
+    Raises:
+        StrategyError: a tensor has neither form.
+    """
+    leaves, tree = tree_flatten(outputs)
+    found = [_gathered(leaf, batch, mesh) for leaf in leaves]
+    return tree_unflatten(found, tree) if mesh.get_local_rank() == 0 else None
+
+
+def _gathered(leaf: Any, batch: CutBatch, mesh: DeviceMesh) -> Any:
+    if leaf is None:
+        return None
+    own = batch.shards.length // batch.shards.count
+    if not isinstance(leaf, Tensor):
+        raise StrategyError(f"model: gives {type(leaf).__name__} in evaluation, cp needs tensors of each position")
+    if leaf.ndim == 0 and leaf.is_floating_point():
+        value = torch.zeros_like(leaf) if batch.factor == 0 else leaf.detach() * batch.factor
+        torch_dist.all_reduce(value, group=mesh.get_group())
+        return value / batch.shards.count
+    if leaf.ndim <= batch.dim or leaf.shape[batch.dim] != own or batch.size not in (None, leaf.shape[0]):
+        raise StrategyError(
+            f"model: gives a tensor of shape {tuple(leaf.shape)} in evaluation, cp={batch.shards.count} needs {own} positions of "
+            f"this process in dimension {batch.dim}, or a number"
+        )
+    first = torch_dist.get_process_group_ranks(mesh.get_group())[0]
+    sent = leaf.detach().contiguous()
+    received = [torch.empty_like(sent) for _ in range(batch.shards.count)] if mesh.get_local_rank() == 0 else None
+    torch_dist.gather(sent, received, first, group=mesh.get_group())
+    return None if received is None else batch.shards.join(received, batch.dim)

@@ -10,19 +10,426 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from ....core.base.errors import StrategyError
+from ....core.base.trees import tree_map_only
 from ....core.comm import collectives as dist
-from ....core.errors import StrategyError
-from ....core.torch_private import tree_flatten
-from ...steps import EvalStep, TrainStep
-from ..experts.token_dispatch import Dispatch
+from ....core.model.base_model import class_name
+from ....core.torch_compat.torch_private import TorchDispatchMode, arguments_of, is_mutable, storage_key, tree_flatten
+from ...base import EvalStep, TrainStep
+from ..experts import Dispatch
 from ..first_batch import differentiated, differing, trying
-from .batches import CutBatch, SequenceBatches
-from .interception import Interception
-from .mixed_positions import MixedPositions
-from .of_transformers import TransformersModel
-from .outputs import gather_outputs
-from .sequence_attention import SequenceAttention
+from .attention import SequenceAttention
+from .batches import CutBatch, SequenceBatches, gather_outputs
+from .transformers import Interception, TransformersModel
+
+# MixedPositions: follows positions through the operations of a forward, to find what combines several of them beside
+# attention.
+
+
+_PATTERN = (1, 2, 2, 2, 1, 2, 1, 1, 2, 1, 2, 2, 1, 1, 1, 2)
+"""The kind of each position, 1 or 2, in an order that no shift and no reversal repeats."""
+_BOTH, _COMPUTED = 3, 4
+_COLLECTIVES = ("c10d", "_c10d_functional", "fsdp")
+_SENDING = ("allgather", "_allgather", "broadcast", "gather", "scatter")
+_MADE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+_FILLED = (*_MADE, "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "zero_", "fill_", "rand_like",
+           "randn_like", "randint_like", "bernoulli_", "uniform_", "normal_", "exponential_")  # fmt: skip
+_COUNTED = ("histc", "bincount", "unique_consecutive", "unique_dim", "_unique2", "_unique", "equal")
+_SUMS = ("sum", "mean", "nansum")
+_LINEAR = ("add", "sub", "rsub", "neg", "mul", "div", "_to_copy", "clone", "copy", "cat", "stack", "where", "lerp",
+           *_SUMS)  # fmt: skip
+_ELEMENTWISE = ("_to_copy", "clone", "copy", "native_dropout", "where", "masked_fill", "lift_fresh", "nan_to_num",
+                "all_reduce", "allreduce", "wait_tensor", "polar", "complex")  # fmt: skip
+_OF_A_DIM = ("argmax", "argmin", "any", "all", "amax", "amin", "aminmax", "count_nonzero")
+_COUNTS = ("max", "min", "prod", *_OF_A_DIM, *_SUMS)
+_ORDERED = ("sort", "topk", "kthvalue", "mode", "median")
+_SCATTERING = ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_put", "index_copy")
+_CUT = ("slice", "select", "index", "index_select")
+
+
+class MixedPositions(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows which positions the numbers of a forward depend on.
+
+    Positions are of two kinds. Beside each byte of memory stands of which kinds are the positions that it depends on: views
+    and changes in place need no rules of their own. What an operation does to them is tried on NaN, where it has no rule.
+    A number of both kinds is right on several processes only if it is a sum for the loss: whatever else is done with it is found.
+    Counts of what the batch has, by which a loss divides, are no such: they depend on no parameter.
+
+    Args:
+        model: for the names of its modules.
+        may_cut: whether some positions may be taken now, as losses do that shift labels.
+
+    Attributes:
+        found: what combines positions first, with the name of its module; None: nothing so far.
+    """
+
+    def __init__(self, model: nn.Module, may_cut: Callable[[], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._may_cut = may_cut
+        self.found: str | None = None
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._path: list[str] = []
+        # Storages, kept so that no other gets their key, and kinds by byte.
+        self._memory: dict[int, tuple[Any, Tensor]] = {}
+        self._unwritten: dict[int, Any] = {}
+
+    def mark(self, tensor: Tensor, dim: int) -> None:
+        """Say that a tensor has positions along a dimension."""
+        kinds = torch.tensor(_PATTERN, dtype=torch.uint8, device=tensor.device)
+        own = kinds.repeat(-(-tensor.shape[dim] // len(kinds)))[: tensor.shape[dim]]
+        shape = [1] * tensor.ndim
+        shape[dim] = -1
+        self._write(tensor, own.view(shape).expand(tensor.shape))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context of the forward."""
+        handles = [
+            register_module_forward_pre_hook(lambda module, _: self._path.append(self._name_of(module))),
+            register_module_forward_hook(lambda *_: self._path.__delitem__(-1)),
+        ]
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._memory.clear()
+            self._unwritten.clear()
+
+    def _name_of(self, module: nn.Module) -> str:
+        name = self._names.get(id(module))
+        return f".{name} ({class_name(module)})" if name else ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        space, _, name = func.name().partition("::")
+        name = name.partition(".")[0]
+        given = arguments_of(func, args, kwargs)
+        inputs = [value for value in tree_flatten(list(given.values()))[0] if isinstance(value, Tensor)]
+        kinds = {id(tensor): found for tensor in inputs if (found := self._read(tensor)) is not None}
+        memory = {self._key(tensor) for tensor in inputs}
+        out = func(*args, **kwargs)
+        outputs = [value for value in tree_flatten(out)[0] if isinstance(value, Tensor)]
+        if space == "c10d" and (name.startswith("alltoall") or (kinds and name.startswith(_SENDING))):
+            self._exchange(func, args, kwargs, inputs)
+            return out
+        changes = is_mutable(func) or space in _COLLECTIVES
+        if changes:
+            for tensor in (*inputs, *outputs):
+                self._unwritten.pop(self._key(tensor), None)
+        if not outputs or (space in _COLLECTIVES[1:] and not kinds):
+            return out
+        if not changes and outputs and all(self._key(output) in memory for output in outputs):
+            if kinds and name in _CUT:
+                self._check_cut(name, given, outputs[0], kinds)
+            return out
+        if (
+            space == "aten"
+            and not changes
+            and name not in _FILLED
+            and any(self._key(t) in self._unwritten for t in inputs)
+        ):
+            self._note("a kernel that cannot be followed", "may combine positions of a sequence")
+        if name in _MADE and outputs[0].numel():
+            self._unwritten[self._key(outputs[0])] = outputs[0]
+        if not kinds:
+            for output in outputs:
+                if (key := self._key(output)) not in memory:
+                    self._memory.pop(key, None)
+            return out
+        name = name.rstrip("_") if changes else name
+        after = self._after(func, name, given, inputs, outputs, kinds, args, kwargs)
+        if is_computed := any(
+            bool((kinds[id(tensor)] & _COMPUTED).any())
+            if id(tensor) in kinds
+            else tensor.is_floating_point() and tensor.ndim
+            for tensor in inputs
+        ):
+            after = [found | (found != 0) * _COMPUTED for found in after]
+        self._judge(name, inputs, outputs, kinds, after, is_computed, "reduction" in given)
+        for output, found in zip(outputs, after, strict=True):
+            self._write(output, found)
+        return out
+
+    # What operations do
+
+    def _after(
+        self, func: Any, name: str, given: Mapping[str, Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor],
+        kinds: Mapping[int, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any],
+    ) -> list[Tensor]:  # fmt: skip
+        """Return the kinds of the outputs of an operation."""
+        none = [torch.zeros(output.shape, dtype=torch.uint8, device=output.device) for output in outputs]
+        if f"{name}_" in _FILLED or name in (*_FILLED, *_COUNTED):
+            return none
+        if name == "copy":
+            return [_join(none[0], _of(given["src"], kinds))]
+        if torch.Tag.pointwise in func.tags or name in _ELEMENTWISE:
+            found = none[0]
+            for tensor in inputs:
+                self._check_counted(name, tensor, outputs[0], kinds)
+                found = _join(found, _of(tensor, kinds))
+            return [
+                found if found.shape == output.shape else start for output, start in zip(outputs, none, strict=True)
+            ]
+        if "reduction" in given and "target" in given:
+            of_loss = self._of_loss(name, given, kinds, none)
+            if of_loss is not None:
+                return of_loss
+        if name in _OF_A_DIM:
+            return [_any(kinds[id(inputs[0])], given.get("dim"), bool(given.get("keepdim"))) for _ in outputs]
+        if name in _ORDERED and given.get("dim") is not None:
+            before, dim = kinds[id(inputs[0])], given["dim"]
+            # Whole numbers: the same rows in another order, such as by expert.
+            if name == "sort" and not inputs[0].is_floating_point():
+                return [before.gather(dim, outputs[1].long()), none[1]]
+            found = _any(before, dim, True)
+            return [(found if start.ndim == found.ndim else found.squeeze(dim)).expand(start.shape) for start in none]
+        if name == "nonzero":
+            mask = inputs[0].full_tensor() if isinstance(inputs[0], DTensor) else inputs[0]
+            own = kinds[id(inputs[0])][mask != 0]
+            return [torch.where(own & _BOTH == _BOTH, 0, own)[:, None].expand(none[0].shape)]
+        if name in _SCATTERING and not any(id(given.get(key)) in kinds for key in ("self", "src", "source", "values")):
+            if name == "scatter":  # all of a row says where in it the number is
+                return [_any(kinds[id(given["index"])], given["dim"], True).expand(none[0].shape)]
+            return none  # how many go where
+        found_all = self._tried(func, outputs, kinds, args, kwargs)
+        if name in ("embedding", "gather", "index", "index_select", "take_along_dim"):
+            if name in _CUT:
+                self._check_cut(name, given, outputs[0], kinds)
+            found_all[0] = _join(found_all[0], _of_index(name, given, kinds, outputs[0].ndim))
+        return found_all
+
+    def _of_loss(
+        self, name: str, given: Mapping[str, Any], kinds: Mapping[int, Tensor], none: list[Tensor]
+    ) -> list[Tensor] | None:
+        """A loss of pairs of numbers, of which each pair has to be of one position; None: it is of something else."""
+        own, target = (_of(given[key], kinds) for key in ("input" if "input" in given else "self", "target"))
+        if name.startswith("nll_loss") and own.ndim:
+            own = _any(own, 1 if own.ndim > 1 else 0, False)
+        if own.shape != target.shape:
+            return None
+        of_pairs = _join(own, target)
+        if _mixes(of_pairs) and not (_mixes(own) or _mixes(target)):
+            self._note(name)
+        return [
+            of_pairs if of_pairs.shape == none[0].shape else _any(of_pairs, None, False),
+            *none[1:],
+        ]  # then a weight
+
+    def _tried(
+        self, func: Any, outputs: Sequence[Tensor], kinds: Mapping[int, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Tensor]:  # fmt: skip
+        """Find what depends on what by NaN in place of the numbers of one kind, and then of the other."""
+        everything = 0
+        for found in kinds.values():
+            everything |= int(_any(found, None, False))
+        after = [torch.zeros(output.shape, dtype=torch.uint8, device=output.device) for output in outputs]
+        known = [False] * len(outputs)
+        values = arguments_of(func, args, kwargs)
+        named = {
+            id(value) for key in ("index", "indices", "offs", "offsets") for value in tree_flatten(values.get(key))[0]
+        }
+        for kind in (1, 2):
+
+            def stand_in(tensor: Tensor, kind: int = kind) -> Tensor:
+                own, is_number = kinds.get(id(tensor)), tensor.is_floating_point() or tensor.is_complex()
+                if not is_number and (id(tensor) in named or (own is None and tensor is not values.get("self"))):
+                    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+                made = torch.ones(
+                    tensor.shape, dtype=tensor.dtype if is_number else torch.float32, device=tensor.device
+                )
+                return made if own is None else made.masked_fill((own & kind) != 0, torch.nan)
+
+            try:
+                result = func(
+                    *tree_map_only(Tensor, stand_in, tuple(args)), **tree_map_only(Tensor, stand_in, dict(kwargs))
+                )
+            except Exception:  # it takes no such numbers, and is taken to combine all that it is given
+                known = [False] * len(outputs)
+                break
+            for i, value in enumerate(v for v in tree_flatten(result)[0] if isinstance(v, Tensor)):
+                if value.shape == after[i].shape and (value.is_floating_point() or value.is_complex()):
+                    after[i] |= value.isnan().to(torch.uint8) * kind
+                    known[i] = True
+        for i, output in enumerate(outputs):
+            same = next((j for j, is_known in enumerate(known) if is_known and outputs[j].shape == output.shape), None)
+            if not known[i]:
+                after[i] = after[i] | everything if same is None else after[same]
+        return after
+
+    def _exchange(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]) -> None:
+        """Send the kinds of what tokens are sent to other processes' experts; a collective."""
+        made = {id(tensor): _of(tensor, {id(tensor): found} if (found := self._read(tensor)) is not None else {}).contiguous()
+                for tensor in inputs}  # fmt: skip
+        sent = tree_map_only(Tensor, lambda tensor: made[id(tensor)], (tuple(args), dict(kwargs)))
+        result = func(*sent[0], **sent[1])
+        if result is not None and hasattr(work := tree_flatten(result)[0][-1], "wait"):
+            work.wait()
+        for tensor in inputs:
+            self._unwritten.pop(self._key(tensor), None)
+            self._write(tensor, made[id(tensor)])
+
+    # What is wrong
+
+    def _judge(
+        self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], kinds: Mapping[int, Tensor], after: list[Tensor],
+        is_computed: bool, is_loss: bool,
+    ) -> None:  # fmt: skip
+        """Note an operation that combines positions, unless it sums numbers for the loss."""
+        if not any(map(_mixes, after)):
+            return
+        numbers = {
+            id(tensor) for tensor in inputs if id(tensor) in kinds and bool((kinds[id(tensor)] & _COMPUTED).any())
+        }
+        sums = {id(tensor) for tensor in inputs if id(tensor) in kinds and _mixes(kinds[id(tensor)])}
+        if not sums:
+            if name in _COUNTS and not (is_computed and any(t.is_floating_point() for t in inputs if id(t) in kinds)):
+                for found in after:
+                    found.masked_fill_(found & _BOTH == _BOTH, 0)
+            elif name not in _SUMS and not is_loss:
+                self._note(name)
+        elif not any(output.is_floating_point() or output.is_complex() for output in outputs) and numbers <= sums:
+            for found in after:
+                found.zero_()
+        elif (
+            name not in _LINEAR
+            or (name == "mul" and len(numbers) > 1)
+            or (name == "div" and id(inputs[-1]) in kinds and len(inputs) > 1)
+        ):
+            self._note(name)
+
+    def _check_counted(self, name: str, tensor: Tensor, output: Tensor, kinds: Mapping[int, Tensor]) -> None:
+        """Note numbers that differ between positions and are of none: they are the same on every process."""
+        if id(tensor) in kinds or not tensor.ndim or isinstance(tensor, DTensor):
+            return
+        if not tensor.is_floating_point() and not tensor.is_complex():
+            return
+        tensor = torch.view_as_real(tensor).sum(-1) if tensor.is_complex() else tensor
+        for other in kinds.values():
+            for back in range(1, min(tensor.ndim, other.ndim) + 1):
+                if (
+                    output.shape[-back] == tensor.shape[-back] == other.shape[-back]
+                    and bool((other.amax(-back) != other.amin(-back)).any())
+                    and bool((tensor.amax(-back) != tensor.amin(-back)).any())
+                ):
+                    self._note(
+                        name, "takes numbers by position that are not the batch's, and each process has other positions"
+                    )
+
+    def _check_cut(self, name: str, given: Mapping[str, Any], part: Tensor, kinds: Mapping[int, Tensor]) -> None:
+        """Note an operation that takes some positions: which these are in the sequence depends on the process."""
+        source = given["self"]
+        own = kinds.get(id(source))
+        if own is None or part.numel() >= source.numel() or self._may_cut():
+            return
+        dims = (
+            [given["dim"]] if "dim" in given else [at for at, index in enumerate(given["indices"]) if index is not None]
+        )
+        if len(kinds) > 1 and "dim" not in given:  # chosen by what each position has itself, such as its label
+            return
+        if any(bool((own.amax(dim) != own.amin(dim)).any()) for dim in dims):
+            self._note(name)
+
+    def _note(self, name: str, does: str = "combines positions of a sequence") -> None:
+        if self.found is None:
+            where = self._path[-1] if self._path else ""
+            self.found = f"model{where}: {name} {does}"
+
+    # Memory
+
+    def _key(self, tensor: Tensor) -> int:
+        return storage_key(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+    def _read(self, tensor: Tensor) -> Tensor | None:
+        """Return the kinds of the positions of each number; None: it depends on none."""
+        if isinstance(tensor, DTensor):
+            found = self._read(tensor.to_local())
+            if found is None:
+                return None
+            layout = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+            whole = DTensor.from_local(
+                found, tensor.device_mesh, layout, run_check=False, shape=tensor.shape, stride=tensor.stride()
+            )
+            return whole.full_tensor()
+        if (known := self._memory.get(storage_key(tensor))) is None or not tensor.numel():
+            return None
+        found = _elements(known[1], tensor)[..., 0]
+        if tensor.is_complex():
+            found = found | _elements(known[1], tensor)[..., tensor.itemsize // 2]
+        return found.clone() if bool(found.any()) else None
+
+    def _write(self, tensor: Tensor, kinds: Tensor) -> None:
+        if isinstance(tensor, DTensor):
+            layout = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+            placed = distribute_tensor(kinds.contiguous(), tensor.device_mesh, layout, src_data_rank=None)
+            self._write(tensor.to_local(), placed.to_local())
+            return
+        if not tensor.numel():
+            return
+        key, storage = storage_key(tensor), tensor.untyped_storage()
+        if key not in self._memory:
+            if not bool(kinds.any()):
+                return
+            self._memory[key] = storage, torch.zeros(storage.nbytes(), dtype=torch.uint8, device=tensor.device)
+        _elements(self._memory[key][1], tensor).copy_(kinds[..., None].expand(*tensor.shape, tensor.itemsize))
+
+
+def _elements(memory: Tensor, tensor: Tensor) -> Tensor:
+    """A view of what stands beside the bytes of a tensor: its shape, and the bytes of an element."""
+    size = tensor.itemsize
+    return memory.as_strided(
+        (*tensor.shape, size), (*(step * size for step in tensor.stride()), 1), tensor.storage_offset() * size
+    )
+
+
+def _of(value: Any, kinds: Mapping[int, Tensor]) -> Tensor:
+    if isinstance(value, Tensor):
+        found = kinds.get(id(value))
+        return torch.zeros(value.shape, dtype=torch.uint8, device=value.device) if found is None else found
+    return torch.zeros((), dtype=torch.uint8)
+
+
+def _join(one: Tensor, other: Tensor) -> Tensor:
+    return one | other.to(one.device)
+
+
+def _any(kinds: Tensor, dim: Any, keeps: bool) -> Tensor:
+    """The kinds of what depends on all numbers along some dimensions; None: along all."""
+    dims = [*range(kinds.ndim)] if dim is None or dim == [] else [dim] if isinstance(dim, int) else [*dim]
+    if not dims:
+        return kinds
+    one, two, four = (((kinds & kind) != 0).to(torch.uint8).amax(dims, keeps) * kind for kind in (1, 2, _COMPUTED))
+    return one | two | four
+
+
+def _mixes(kinds: Tensor) -> bool:
+    return bool((kinds & _BOTH == _BOTH).any())
+
+
+def _of_index(name: str, given: Mapping[str, Any], kinds: Mapping[int, Tensor], ndim: int) -> Tensor:
+    """The kinds of the indices that choose, in a shape that broadcasts to what they choose."""
+    if name == "gather":
+        return _of(given["index"], kinds)
+    if name == "embedding":
+        return _of(given["indices"], kinds)[..., None]
+    if name == "index_select":
+        dim = given["dim"] % ndim
+        return _of(given["index"], kinds).view([-1 if at == dim else 1 for at in range(ndim)])
+    chosen = [(at, index) for at, index in enumerate(given["indices"]) if index is not None]
+    found = torch.zeros((), dtype=torch.uint8)
+    for _, index in chosen:
+        own = _of(index, kinds)
+        if index.dtype not in (torch.bool, torch.uint8):
+            found = own if not found.ndim else _join(found, own)
+    at = chosen[0][0]
+    return found.view((1,) * at + tuple(found.shape) + (1,) * (ndim - at - found.ndim)) if found.ndim else found
+
 
 POSITIONS = 16
 """How many positions of each sequence a process has in the comparison, at most."""

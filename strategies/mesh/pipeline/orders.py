@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ....core.errors import StrategyError
+from ....core.base.errors import StrategyError
 
 Kind = Literal["F", "B", "I", "W"]
 

@@ -3,33 +3,78 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from ....core.device import DEVICES
-from ....core.errors import ConfigError, StrategyError, counted, one_of, suggest
-from ....core.model import overrides
-from ....core.overriding import overridden
-from ....core.rehearsing import rehearsing
+from ....core.base.errors import ConfigError, StrategyError, counted, one_of, suggest
+from ....core.base.overriding import overridden
+from ....core.base.rehearsing import rehearsing
+from ....core.comm.collectives import all_gather_object, group_with_this_process
+from ....core.device.device import DEVICES
+from ....core.model.base_model import overrides
+from ...base import EvalStep, TrainStep
 from ...fsdp.units import choose_units
+from ...names import tied
 from ...state import Optim
-from ...steps import EvalStep, TrainStep
-from ..axis import Axis, CheckWindow, Evaluate, RunWindow
+from ..axis import Axis, CheckWindow, Evaluate, Layout, RunWindow
 from ..config import MeshConfig
-from ..layout import Layout
-from .call_order import put_in_order
-from .chain import Chain, chain_of, split_of
-from .collected import CollectedBatch, CollectedWindow
-from .engine import Engine
+from .chain import Chain, chain_of, put_in_order, split_of
+from .engine import CollectedBatch, CollectedWindow, Engine, Transfers
 from .orders import SCHEDULES, Schedule
 from .stages import StageRun
-from .ties import Ties
-from .transfers import Transfers
+
+# Ties: parameters that several stages have, such as an embedding that is the output projection too.
+
+
+class Ties:
+    """Adds the gradients that a parameter gets on several stages, so that its copies stay equal.
+
+    Args:
+        model: the whole model, before it is cut.
+        ends: names of parameters that the first and the last process keep.
+    """
+
+    def __init__(self, model: nn.Module, ends: Iterable[str] = ()) -> None:
+        self._first = tied(model)
+        self._ends = {self._first.get(name, name) for name in ends}
+        self._shared: list[tuple[nn.Parameter, Any]] = []
+
+    def gather(self, model: nn.Module, layout: Layout, axis: str) -> None:
+        """Find the parameters that several processes of the axis have; a collective."""
+        own = {self._first.get(name, name): p for name, p in model.named_parameters(remove_duplicate=False)}
+        everyones = all_gather_object(sorted(own), layout.over(axis).get_group())
+        if rehearsing():  # what is tied, or beside the layers, is on several, and these are the first and the last
+            several = sorted((self._ends | {*self._first.values()}) & own.keys())
+            everyones = [several if i in (0, len(everyones) - 1) else [] for i in range(len(everyones))]
+        holders: dict[tuple[int, ...], list[str]] = {}
+        for name in sorted(set().union(*everyones)):
+            having = tuple(i for i, names in enumerate(everyones) if name in names)
+            if len(having) > 1:
+                holders.setdefault(having, []).append(name)
+        for having, names in sorted(holders.items()):
+            group = group_with_this_process([line[i] for i in having] for line in layout.lines(axis))
+            if group is not None:
+                self._shared += [(own[name], group) for name in names]
+
+    def add(self, optim: Any) -> None:
+        """Replace the gradients of shared parameters by their sums over the processes that have them; a collective."""
+        for parameter, group in self._of(optim):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grad: Tensor = parameter.grad
+            dist.all_reduce(grad.to_local() if isinstance(grad, DTensor) else grad, group=group)
+
+    def _of(self, optim: Any) -> Iterator[tuple[nn.Parameter, Any]]:
+        trained = {id(optim.model_parameter(p)) for group in optim.param_groups for p in group["params"]}
+        return ((p, group) for p, group in self._shared if id(p) in trained and p.requires_grad)
+
 
 _logger = logging.getLogger("flextrain")
 _OPTIONS = ("pp_schedule", "pp_stages_per_process", "pp_layers", "pp_split")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from .chosen import choose_plan
-from .heads import check_heads_given
-from .rule_checks import check_styles_given, nearest_rule
-from .shares import described
+from .chosen import check_heads_given, check_styles_given, choose_plan, described, nearest_rule
 from .tracing import without_memory
 
 __all__ = ["check_heads_given", "check_styles_given", "choose_plan", "described", "nearest_rule", "without_memory"]

@@ -10,9 +10,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from .features import Features, Label, leaves
-from .recorder import Product
-from .tracing import Traced
+from .tracing import Features, Label, Product, Traced, leaves
 
 _LARGEST_PACK = 8  # so many matrices in one parameter are believed
 

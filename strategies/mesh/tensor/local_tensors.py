@@ -18,12 +18,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ....core.errors import StrategyError
-from ....core.torch_private import tree_flatten
-from ....core.trees import tree_map_only
+from ....core.base.errors import StrategyError
+from ....core.base.trees import tree_map_only
+from ....core.torch_compat.torch_private import tree_flatten
 from ..first_batch import differentiated, differing, trying
-from .random_numbers import drawing_apart
-from .replaced_functions import backward_within
+from .operations import backward_within, drawing_apart
 from .styles import Style, input_dim
 
 _RANDOM = {

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ....core.dtensor_private import strided_shard
-from ....core.errors import ConfigError
-from ....core.registry import Registry
+from ....core.base.errors import ConfigError, StrategyError
+from ....core.base.registry import Registry
+from ....core.base.trees import map_tensors, tree_map_only
+from ....core.torch_compat.dtensor_private import strided_shard, using_in_place
+from ....core.torch_compat.torch_private import version_of
+from ..axis import replace_forward
+from .operations import DTensorFunctions
 
 STYLES = Registry("plan style", locations=(), lists_names=True)
 """Styles by the names that torch and transformers use. A class from elsewhere registers here, or is an entry point."""
@@ -186,3 +195,227 @@ def _is_transposed(module: nn.Module) -> bool:
 
 def _is_convolution(module: nn.Module) -> bool:
     return isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+
+
+# Make a whole model of DTensors: whatever the plan, its results are those of one device.
+
+
+def check_styles(model: nn.Module, styles: Mapping[str, Style], size: int) -> None:
+    """Raise StrategyError if a parameter cannot be divided over ``size`` processes as its style says."""
+    for name, style in styles.items():
+        for key, parameter in model.get_submodule(name).named_parameters(recurse=False):
+            why = style.unfit(
+                model.get_submodule(name), parameter, style.placement(model.get_submodule(name), key, parameter), size
+            )
+            if why is not None:
+                raise StrategyError(f"strategy.plan: model.{name}.{key}: its {why}; choose another style or tp")
+
+
+def distribute_model(
+    model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style], *, sequence: bool = False
+) -> None:
+    """Replace every parameter and buffer by a DTensor, sharded by the style of its module, replicated without one.
+
+    DTensor derives the layout of every activation, and communicates where an operation needs it. Therefore a plan decides
+    how fast a model is, and never what it computes.
+
+    Args:
+        styles: by name of the module.
+        sequence: outside of divided modules, activations are divided along dimension 1.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for name, module in model.named_modules():
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+            continue  # an axis before this one has divided it
+        style = styles.get(name) or Style()
+        for key, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            if id(parameter) not in made:  # a tied one has the style of the first module that has it
+                layout = style.placement(module, key, parameter)
+                placed = distribute_tensor(parameter.detach(), mesh, [layout], src_data_rank=None)
+                made[id(parameter)] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+            setattr(module, key, made[id(parameter)])
+        for key, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
+            setattr(module, key, distribute_tensor(buffer, mesh, (Replicate(),), src_data_rank=None))
+        if style.local:
+            replace_forward(module, partial(_LocalForward, module, mesh))
+        inputs = style.inputs
+        if inputs is None and isinstance(module, nn.MultiheadAttention):
+            inputs = Replicate()  # it views what it has projected in ways that shards of positions do not allow
+        if inputs is not None:
+            module.register_forward_pre_hook(partial(_lay_out_inputs, inputs), with_kwargs=True)
+        if style.sums or isinstance(module, nn.MultiheadAttention):  # whose forward does not call its last projection
+            module.register_forward_hook(partial(_reduce, sequence))  # nothing may see a part of a sum
+        elif style.outputs is not None:
+            module.register_forward_hook(partial(_lay_out_output, style.outputs))
+
+
+def _laid_out(values: Any, layout: Placement) -> Any:
+    dim = getattr(layout, "dim", -1)
+
+    def lay_out(tensor: DTensor) -> DTensor:
+        if tensor.ndim <= dim or not tensor.is_floating_point():
+            return tensor
+        return _gathered_once(tensor) if isinstance(layout, Replicate) else tensor.redistribute(placements=(layout,))
+
+    return tree_map_only(DTensor, lay_out, values)
+
+
+def _gathered_once(tensor: DTensor) -> DTensor:
+    """Return all of a tensor; the same for all modules that take it, such as those of queries, keys and values."""
+    if torch.compiler.is_compiling() or tensor.is_inference():  # a graph has no attributes, and the latter no version
+        return tensor.redistribute(placements=(Replicate(),))
+    version, found = getattr(tensor, _GATHERED, (None, None))
+    if found is None or version != version_of(tensor) or found.requires_grad != _has_graph(tensor):
+        found = tensor.redistribute(placements=(Replicate(),))
+        setattr(tensor, _GATHERED, (version_of(tensor), found))
+    return cast(DTensor, found)
+
+
+_GATHERED = "_flextrain_gathered"
+
+
+def _has_graph(tensor: Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _lay_out_inputs(layout: Placement, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _laid_out(args, layout), _laid_out(kwargs, layout)
+
+
+def _lay_out_output(layout: Placement, module: nn.Module, args: Any, output: Any) -> Any:
+    return _laid_out(output, layout)
+
+
+def _reduce(sequence: bool, module: nn.Module, args: Any, output: Any) -> Any:
+    def reduce(tensor: DTensor) -> DTensor:
+        return tensor.redistribute(placements=(Shard(1) if sequence and tensor.ndim > 2 else Replicate(),))
+
+    return tree_map_only(DTensor, reduce, output)
+
+
+class _LocalForward:
+    """Takes the place of a module's forward, which computes with ordinary tensors: all of each."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, forward: Callable[..., Any]) -> None:
+        self._module, self._mesh, self._forward = module, mesh, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = {
+            **dict(self._module.named_parameters(recurse=False)),
+            **dict(self._module.named_buffers(recurse=False)),
+        }
+        with using_in_place(self._module, as_local(tensors)):
+            output = self._forward(*as_local(args), **as_local(kwargs))
+        return as_replicated(self._mesh, output)
+
+
+def as_replicated(mesh: DeviceMesh, values: Any) -> Any:
+    """Return ``values`` with every ordinary tensor as a replicated DTensor."""
+
+    def replicate(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor):
+            return tensor
+        return cast(Tensor, DTensor.from_local(tensor, mesh, (Replicate(),), run_check=False))
+
+    return tree_map_only(torch.Tensor, replicate, values)
+
+
+def as_local(values: Any, *, but_shards: bool = False) -> Any:
+    """Return ``values`` with the whole of every DTensor.
+
+    Args:
+        but_shards: leave those of which processes have shards, such as logits by class, as they are.
+    """
+
+    def whole(tensor: DTensor) -> Tensor:
+        if but_shards and any(hasattr(placement, "dim") for placement in tensor.placements):
+            return tensor
+        found: Tensor = tensor.full_tensor()
+        return found.clone() if found.ndim == 0 else found  # a loss that is no view may be changed in place
+
+    return map_tensors(DTensor, whole, values)
+
+
+# Logits of a model of transformers that stay divided by the vocabulary for the model's own loss.
+
+
+_LEFT = "_flextrain_left_model"  # of a DTensor: True, or all of it, once it was read
+_LOOKS = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "requires_grad", "grad_fn", "is_leaf")),
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__, torch.is_floating_point, torch.numel,
+}  # fmt: skip
+"""What of a DTensor is as of all of it."""
+
+
+class DividedLogits:
+    """The matrix that makes logits, of which each process has some rows; its model's own plan gathers what it returns.
+
+    Where the model is called with labels, it returns a DTensor, from which the model computes its loss. Whatever reads these
+    logits outside of the model gets all of them, see LogitsFunctions. Without labels they are all that is asked for, and gathered.
+
+    Args:
+        model: the model whose forward computes the loss.
+        head: the matrix.
+        mesh: of one dimension.
+    """
+
+    def __init__(self, model: nn.Module, head: nn.Module, mesh: DeviceMesh) -> None:
+        self._mesh, self._has_loss = mesh, False
+        self._signature = inspect.signature(model.forward)
+        model.register_forward_pre_hook(self._enter, with_kwargs=True)
+        model.register_forward_hook(self._leave)
+        head.register_forward_pre_hook(self._spread)
+        head.register_forward_hook(self._gather)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        # It stays for a backward that computes the matrix again.
+        self._has_loss = self._signature.bind_partial(*args, **kwargs).arguments.get("labels") is not None
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        output = as_local(output, but_shards=True)
+        map_tensors(DTensor, _mark, output)
+        return output
+
+    def _spread(self, module: nn.Module, args: Any) -> Any:
+        return as_replicated(self._mesh, args)
+
+    def _gather(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return output if self._has_loss else as_local(output)
+
+
+def _mark(tensor: DTensor) -> DTensor:
+    setattr(tensor, _LEFT, True)
+    return tensor
+
+
+class LogitsFunctions(DTensorFunctions):
+    """Context for a model of ordinary tensors whose logits alone are DTensors, until they leave it."""
+
+    throughout = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        given = [*args, *(kwargs or {}).values()]
+        found = [one for each in given for one in (each if isinstance(each, (list, tuple)) else (each,))]
+        spread = next((one for one in found if isinstance(one, DTensor)), None)
+        if spread is not None and function not in _LOOKS:
+            args, kwargs = tree_map_only(DTensor, _whole_if_left, (args, kwargs or {}))
+            if any(isinstance(one, DTensor) and not hasattr(one, _LEFT) for one in found):
+                # Torch itself would give an ordinary tensor the gradient of a DTensor.
+                args, kwargs = tree_map_only(Tensor, lambda one: _replicated(one, spread.device_mesh), (args, kwargs))
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def _whole_if_left(tensor: DTensor) -> Tensor:
+    found = getattr(tensor, _LEFT, None)
+    if found is None:
+        return tensor
+    if not isinstance(found, Tensor) or found.requires_grad != (tensor.requires_grad and torch.is_grad_enabled()):
+        found = tensor.full_tensor()
+        setattr(tensor, _LEFT, found)  # for the next who reads them
+    return found
+
+
+def _replicated(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    needs = tensor.requires_grad and torch.is_grad_enabled() and not isinstance(tensor, DTensor)
+    return as_replicated(mesh, tensor) if needs else tensor

@@ -2,36 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.experimental import implicit_replication
 
-from ....core.errors import ConfigError, StrategyError
-from ....core.model import overrides, own_run_forward, takes_mode
-from ....core.rehearsing import not_checked, rehearsing
+from ....core.base.errors import ConfigError, StrategyError, one_of, suggest
+from ....core.base.rehearsing import not_checked, rehearsing
+from ....core.model.base_model import overrides, own_run_forward, takes_mode
 from ....optim.wrapper import OptimWrapper
+from ...base import EvalStep, TrainStep
 from ...fsdp.units import choose_roots
-from ...sharded_optimizers import check_divided
+from ...sharding import check_divided
 from ...state import Optim
-from ...steps import EvalStep, TrainStep
-from ..axis import Axis, CheckWindow, Evaluate, RunWindow
+from ..axis import Axis, CheckWindow, Evaluate, Layout, RunWindow
 from ..config import MeshConfig
-from ..layout import Layout
-from ..plans import check_heads_given, check_styles_given, choose_plan, described
-from .attention import register_cpu_attention
-from .distribute import as_local, as_replicated, check_styles, distribute_model
-from .divided_logits import DividedLogits, LogitsFunctions
-from .gathered import register_gathering
+from ..plans import check_heads_given, check_styles_given, choose_plan, described, nearest_rule
 from .local_tensors import LocalTensors, OwnPlanShards, check_local
-from .random_numbers import register_cpu_random_numbers
-from .replaced_functions import DTensorFunctions
-from .rules import match_rules
-from .styles import STYLES, style_of
-from .whole_operations import register_whole_operations
+from .operations import (
+    DTensorFunctions,
+    register_cpu_attention,
+    register_cpu_random_numbers,
+    register_gathering,
+    register_whole_operations,
+)
+from .styles import (
+    STYLES,
+    DividedLogits,
+    LogitsFunctions,
+    as_local,
+    as_replicated,
+    check_styles,
+    distribute_model,
+    style_of,
+)
+
+# Rules of a plan: globs over module names, each with a style.
+
+
+def match_rules(plan: Mapping[str, str], names: Collection[str], styles: Collection[str]) -> dict[str, str]:
+    """Return the style of every module that a rule names.
+
+    Args:
+        plan: styles by glob, such as ``{"layers.*.up": "colwise"}``; a name without ``*`` is a glob too.
+        names: the names of the modules.
+        styles: the styles there are; a rule may add an argument, as in "packed_colwise:3".
+
+    Raises:
+        ConfigError: an unknown style, a rule that names no module, or two rules of different styles for one module.
+    """
+    found: dict[str, str] = {}
+    by_rule: dict[str, str] = {}
+    for rule, style in plan.items():
+        where = f'strategy.plan["{rule}"]'
+        if not isinstance(style, str):
+            raise ConfigError(f"{where}: {style!r} is not allowed, give the name of a style: {one_of(styles)}")
+        if style.partition(":")[0] not in styles:
+            raise ConfigError(f'{where}: "{style}" is not allowed, choose {one_of(styles)}{suggest(style, styles)}')
+        matching = [name for name in names if fnmatchcase(name, rule)]
+        if not matching:
+            raise ConfigError(f"{where}: names no module of the model{nearest_rule(rule, names)}")
+        for name in matching:
+            if found.setdefault(name, style) != style:
+                raise ConfigError(
+                    f'{where}: "{style}" for {name}, for which "{by_rule[name]}" says "{found[name]}"; give one of them'
+                )
+            by_rule.setdefault(name, rule)
+    return found
 
 
 class TensorParallel(Axis):

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from flextrain import FSDPStrategy, Visualizer
 from flextrain.core.comm.collectives import is_main
-from flextrain.core.device import to_device
+from flextrain.core.device.device import to_device
 from flextrain.optim.schedulers import StepLR
 from flextrain.runner.data.samplers import DefaultSampler
 from flextrain.runner.reporting import JsonLinesReporter

@@ -34,9 +34,9 @@ import page
 
 import flextrain
 from flextrain import optim as flextrain_optim
+from flextrain.core.base.errors import FlexTrainError
 from flextrain.core.checkpoint import Checkpoint
 from flextrain.core.comm.topology import Topology  # noqa: F401
-from flextrain.core.errors import FlexTrainError
 from flextrain.runner.hooks import DEFAULT_HOOKS  # noqa: F401
 from flextrain.runner.reporting import close_logger  # noqa: F401
 

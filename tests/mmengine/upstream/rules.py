@@ -131,7 +131,7 @@ HOOKS = [
     Rule(CASE, r"default_hooks=dict\(logger=dict\(type='LoggerHook', interval=1\)\)", "default_hooks=dict(logger=dict(type='LoggerHook', interval=1), checkpoint=dict(overwrite=True))", "a second run in a folder is refused without overwrite"),
     Rule(CASE, r"interval=12, by_epoch=False\)", "interval=12, by_epoch=False, overwrite=True)", "the same"),
     Rule("*", r"runner\.optim_wrapper = runner.build_optim_wrapper\(runner.optim_wrapper\)", "runner.model", "the model and the optimizer are set up together, when one is asked for"),
-    Rule("*_hook.py", "'mmx.hooks.iter_timer_hook.time'", "'flextrain.runner.hooks.iter_timer.time'", "imports"),
+    Rule("*_hook.py", "'mmx.hooks.iter_timer_hook.time'", "'flextrain.runner.hooks.runtime_info.time'", "imports"),
     Rule("test_iter_timer_hook.py", r"def time\(cls\)", "def perf_counter(cls)", "another clock"),
     Rule("test_iter_timer_hook.py", r"hook.before_run\(runner\)", "hook.before_train(runner)", "time is measured from before_train on"),
     Rule("test_iter_timer_hook.py", r"(        for i in range\(2\):\n            hook.before_(val|test)_iter)", r"        hook.before_\2_epoch(runner)\n\1", "an evaluation begins with its epoch"),

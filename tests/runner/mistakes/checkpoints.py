@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flextrain import FlexibleRunner
-from flextrain.core.folder_lock import FolderLock
+from flextrain.core.checkpoint.folders import FolderLock
 
 from .parts import SGD, Net, OldState, Row, good, warns
 

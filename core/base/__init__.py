@@ -1,0 +1,1 @@
+"""What every part of flextrain uses: errors, configuration, registries."""

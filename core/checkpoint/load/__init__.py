@@ -1,1 +1,0 @@
-"""Read checkpoints, and weights from other files."""

@@ -1,0 +1,1 @@
+"""Devices: their kinds, memory and precision."""

@@ -1,0 +1,354 @@
+"""Names of transformers that are private or differ between its versions, for building and describing its models.
+
+They were read in transformers 5.23, and ran in 5.0 and 5.23.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..base.errors import ConfigError
+from ..model.initializers import ALL
+
+OLDEST = "5.0.0"
+_LEGACY = ((r"(^|\.)gamma$", r"\1weight"), (r"(^|\.)beta$", r"\1bias"))
+
+
+def is_model_class(kind: Any) -> bool:
+    """Whether ``kind`` is a class of models of transformers; nothing is imported: who has one has imported it."""
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return base is not None and isinstance(kind, type) and issubclass(kind, base)
+
+
+def is_auto_class(kind: Any) -> bool:
+    """Whether ``kind`` is a class such as ``AutoModelForCausalLM``, which chooses the model by the configuration."""
+    base = getattr(sys.modules.get("transformers.models.auto.auto_factory"), "_BaseAutoModelClass", None)
+    return base is not None and isinstance(kind, type) and issubclass(kind, base)
+
+
+def has_class(name: str) -> bool:
+    """Whether transformers, if it is installed, has a model of this name."""
+    try:
+        import transformers
+    except ImportError:
+        return False
+    return isinstance(getattr(transformers, name, None), type)
+
+
+def passed_arguments() -> set[str]:
+    """Names of the keyword arguments that models pass on to their layers and losses."""
+    module = sys.modules.get("transformers.utils.generic")
+    return {*getattr(getattr(module, "TransformersKwargs", None), "__annotations__", ())}
+
+
+def knows(kind: Any, config: Any) -> bool:
+    """Whether an Auto class has a model for this configuration, without code of the folder."""
+    return type(config) in kind._model_mapping
+
+
+def from_config(kind: Any, config: Any, dtype: torch.dtype, **options: Any) -> nn.Module:
+    """Build a model as ``from_pretrained`` would, without values."""
+    make = kind.from_config if is_auto_class(kind) else kind._from_config
+    # Before transformers 5.2 a model inside of the model takes its dtype from here, and not from the argument.
+    for each in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
+        if each is not None:
+            each.dtype = dtype
+    return make(config, dtype=dtype, **options)  # type: ignore[no-any-return]
+
+
+def check_version(where: str) -> None:
+    """Refuse transformers 4, which has other names for tied weights and leaves models in the dtype of their folder.
+
+    Raises:
+        ConfigError: in one line, with both versions.
+    """
+    import transformers
+
+    if Version(transformers.__version__) < Version(OLDEST):
+        raise ConfigError(f"{where}: needs transformers {OLDEST} or newer, {transformers.__version__} is installed")
+
+
+def tied_names(model: Any) -> dict[str, str]:
+    """Name of each parameter that is tied to another one, to that other name, under which files have it."""
+    found = getattr(model, "all_tied_weights_keys", None)  # transformers 5
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def computes_with_tying(model: Any) -> bool:
+    """Whether a model computes something else if its configuration ties embeddings: some scale the head's input then."""
+    return "config.tie_word_embeddings" in inspect.getsource(type(model).forward)
+
+
+def dtype_of(config: Any) -> torch.dtype | None:
+    """The dtype that a configuration names; None: it names none."""
+    found = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    return getattr(torch, found) if isinstance(found, str) else found
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Context in which layers and models do not initialise their parameters; tied ones are tied."""
+    import transformers
+
+    base: Any = transformers.PreTrainedModel
+
+    def nothing(tensor: Any = None, *_: Any, **__: Any) -> Any:
+        return tensor
+
+    kept = {name: getattr(nn.init, name) for name in ALL}
+    of_models = base._initialize_weights
+    base._initialize_weights = nothing
+    for name in kept:
+        setattr(nn.init, name, nothing)
+    try:
+        yield
+    finally:
+        base._initialize_weights = of_models
+        for name, function in kept.items():
+            setattr(nn.init, name, function)
+
+
+def initialise(model: Any) -> None:
+    """Initialise what has memory of a model that is otherwise on the meta device, as its constructor would."""
+    for module in model.modules():
+        module._is_hf_initialized = False
+    if hasattr(model, "initialize_weights"):
+        model.initialize_weights()
+    else:
+        model.apply(model._initialize_weights)
+
+
+def names_in_model(model: Any, keys: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Translate the names in a folder's files into those in a model, as ``from_pretrained`` does.
+
+    Returns:
+        Name in the file to name in the model, and the names of tensors that transformers would make others of.
+    """
+    own = model.state_dict(keep_vars=True)
+    prefix = getattr(model, "base_model_prefix", "")
+    try:
+        loading: Any = importlib.import_module("transformers.core_model_loading")
+        mapping: Any = importlib.import_module("transformers.conversion_mapping")
+        transforms = mapping.get_model_conversion_mapping(model)
+    except (ImportError, AttributeError):  # transformers 4 has none of it
+        return {key: _with_prefix(_renamed(key), prefix, own) for key in keys}, []
+    renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
+    found, converted = {}, []
+    for key in keys:
+        name, pattern = loading.rename_source_key(key, renamings, converters, prefix, own)
+        if pattern is not None and key not in own:
+            converted.append(key)
+        found[key] = key if key in own else name
+    return found, converted
+
+
+def _renamed(key: str) -> str:
+    import re
+
+    for pattern, replacement in _LEGACY:
+        key = re.sub(pattern, replacement, key)
+    return key
+
+
+def _with_prefix(key: str, prefix: str, own: dict[str, Any]) -> str:
+    if prefix and key.startswith(f"{prefix}.") and key.removeprefix(f"{prefix}.") in own:
+        return key.removeprefix(f"{prefix}.")
+    return f"{prefix}.{key}" if prefix and key not in own and f"{prefix}.{key}" in own else key
+
+
+def ignored(model: Any, names: Sequence[str], *, missing: bool) -> set[str]:
+    """Those of the names that transformers does not speak of when they are missing in a file, or unexpected there."""
+    import re
+
+    kind = "missing" if missing else "unexpected"
+    patterns = list(getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ())
+    patterns += [] if missing else [r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
+    return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
+
+
+def published_class(model: Any) -> str:
+    """The name of the model's class in transformers, for ``architectures``: of a class derived from it, its base.
+
+    Raises:
+        ConfigError: it is derived from none.
+    """
+    for kind in type(model).__mro__:
+        if kind.__module__.startswith("transformers.models."):
+            return str(kind.__name__)
+    if getattr(type(model), "_auto_class", None) or is_model_class(type(model)):
+        return type(model).__name__
+    raise ConfigError(f"model: {type(model).__name__} is no model of transformers")
+
+
+# Caches of keys and values, which generation needs and training does not.
+
+
+def train_without_cache(model: nn.Module) -> list[str]:
+    """Set ``use_cache=False`` in the configurations of all models of transformers; return the classes of those that had it.
+
+    Generation has a setting of its own, in ``generation_config``, and keeps its cache.
+    """
+    found: dict[str, None] = {}
+    for module in model.modules():
+        if not is_model_class(type(module)):
+            continue
+        config: Any = module.config
+        for one in (config, config.get_text_config()):
+            if getattr(one, "use_cache", False):
+                one.use_cache = False
+                found.setdefault(type(module).__name__)
+    return list(found)
+
+
+# All names of transformers that are private or change often; other modules use its public, documented names only.
+#
+# They were read, and ran, in transformers 5.23. Each function says in one line if the installed version lacks what it
+# needs.
+
+
+CHECKED = "5.23"
+TENSOR_PARALLEL = "transformers.distributed.tensor_parallel"
+
+
+def pretrained_models(model: nn.Module) -> dict[str, Any]:
+    """Return the outermost models of transformers in a module, by name; "" is the module itself.
+
+    It imports nothing: who has such a model has imported transformers.
+    """
+    base: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules() if base is not None else ():
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, base) and not inside:
+            found[name] = module
+    return found
+
+
+def attention_implementation(model: Any) -> str:
+    """Return the name under which a model's attention is registered, which ``set_attn_implementation`` sets."""
+    found = getattr(model.config, "_attn_implementation", None)
+    if found is None:
+        raise _unknown_version("PreTrainedConfig._attn_implementation")
+    return str(found)
+
+
+def has_tensor_plan(model: Any) -> bool:
+    """Whether a model of transformers brings a plan for tensor parallelism."""
+    return bool(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None))
+
+
+def resolved_plans(model: Any, tp: int, ep: int = 1) -> tuple[dict[str, str], dict[str, str]]:
+    """Return a model's own plans for tensor and for expert parallelism: styles by name of a module or parameter.
+
+    What the second one divides is not in the first.
+
+    Args:
+        tp, ep: number of processes, 1 for none; with ``ep`` a multiple of ``tp`` or 1.
+
+    Raises:
+        ConfigError: the installed transformers has other functions, or the model no such plan.
+    """
+    resolve = getattr(model, "_resolve_parallel_plans", None)
+    config = getattr(_module("transformers.distributed"), "DistributedConfig", None)
+    if resolve is None or config is None:
+        raise _unknown_version("PreTrainedModel._resolve_parallel_plans")
+    try:
+        plans = resolve(config(tp_size=tp, ep_size=ep, fsdp_size=max(1, ep // tp)))
+    except ValueError as error:
+        raise ConfigError(f"strategy.plan: {type(model).__name__} refuses its own plan: {_one_line(error)}") from error
+    return dict(plans[0]), dict(plans[1])
+
+
+def apply_tensor_plan(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+    """Divide the parameters that a plan names, and make its modules compute on what is left.
+
+    Every process must have the same parameters before, which may be on the meta device. A module's ``forward`` becomes
+    a function that holds the module.
+
+    Args:
+        model: a model of transformers.
+        mesh: of one dimension.
+        plan: styles by name of a module or parameter, names of parameters before that of their module.
+    """
+    apply = getattr(_module(TENSOR_PARALLEL), "apply_tensor_parallelism", None)
+    if apply is None:
+        raise _unknown_version("apply_tensor_parallelism")
+    apply(model, mesh, dict(plan))
+
+
+def key_value_heads(model: Any, plan: Mapping[str, str], tp: int) -> int | None:
+    """Return the number of key/value heads of a model if ``tp`` does not divide them and its plan does; else None."""
+    per_process = getattr(_module(TENSOR_PARALLEL), "get_kv_heads_per_rank", None)
+    text = model.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None)
+    if per_process is None or not isinstance(heads, int):
+        return None
+    return heads if per_process(dict(plan), heads, tp) is None else None
+
+
+def has_causal_loss(model: Any) -> bool:
+    """Whether a model's loss is transformers' own for causal language models: a cross entropy of each next token."""
+    causal = getattr(_module("transformers.loss.loss_utils"), "ForCausalLMLoss", None)
+    return causal is not None and getattr(model, "loss_function", None) is causal
+
+
+def dummy_batch(model: nn.Module) -> Any:
+    """Return inputs to try a model of transformers with, and labels if it takes them; None for any other module."""
+    inputs = getattr(model, "dummy_inputs", None) if "" in pretrained_models(model) else None
+    if not isinstance(inputs, dict) or not inputs:
+        return None
+    ids = inputs.get("input_ids")
+    takes_labels = "labels" in inspect.signature(model.forward).parameters
+    return {**inputs, "labels": ids} if takes_labels and ids is not None else inputs
+
+
+@contextmanager
+def taking_sequences_for_whole() -> Iterator[None]:
+    """Context in which models of transformers take each row of a batch for one sequence, as they do if positions say so.
+
+    Without values they cannot tell, and would build a mask that they do not have otherwise. It imports nothing.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    find = getattr(masking, "find_packed_sequence_indices", None)
+    if find is None:
+        yield
+        return
+
+    def find_none(position_ids: Any) -> None:
+        find(position_ids)  # what it computes takes memory for a moment
+
+    masking.find_packed_sequence_indices = find_none
+    try:
+        yield
+    finally:
+        masking.find_packed_sequence_indices = find
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def _unknown_version(what: str) -> ConfigError:
+    version = getattr(sys.modules.get("transformers"), "__version__", "")
+    return ConfigError(
+        f'strategy.plan: transformers {version} has no {what}, which "auto" needs for the plan of a model of its own; '
+        f"install transformers {CHECKED}, or give a plan"
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

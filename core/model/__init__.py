@@ -1,0 +1,1 @@
+"""Models: base classes, deferred initialisation, state, and what batches they take."""

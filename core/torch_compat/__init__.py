@@ -1,0 +1,1 @@
+"""All private names of torch that flextrain uses, by what they are for."""

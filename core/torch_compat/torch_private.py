@@ -1,0 +1,679 @@
+"""All private names of torch that flextrain uses, but for those of DTensors and of FSDP, which are in dtensor_private.
+
+Each entry says what it does, and with which versions of torch it was checked. A test finds private names elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import inspect
+import json
+import multiprocessing
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["TorchDispatchMode", "tree_flatten", "tree_map_only", "tree_unflatten"]
+# These four (2.6, 2.15) intercept every operation on a tensor, and traverse its arguments.
+
+# Operations on lists of tensors
+
+foreach_clamp_min_ = torch._foreach_clamp_min_  # 2.6, 2.15: documented as beta, with these names
+foreach_clamp_max_ = torch._foreach_clamp_max_
+foreach_mul_ = torch._foreach_mul_
+foreach_lerp_ = torch._foreach_lerp_
+foreach_copy_ = torch._foreach_copy_
+
+# Tensors
+
+TO_COPY = torch.ops.aten._to_copy.default
+"""The operation that ``Tensor.to`` dispatches. 2.6, 2.15."""
+
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+"""The operations of ``scaled_dot_product_attention`` on the CPU. 2.15."""
+
+INITIALIZERS = ("_no_grad_trunc_normal_",)
+"""Functions of ``nn.init`` that other packages, such as timm, import by their private names. 2.6, 2.15."""
+
+
+REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE = torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3
+"""Functions that a ``torch.save`` file names for every tensor. 2.6, 2.15; the format keeps them."""
+
+
+def fake_mode() -> Any:
+    """A mode in which new tensors have a shape, a dtype and a device, but no memory; others may be operands. 2.6, 2.15.
+
+    Outside of the mode, an operation with an operand from it gives another such tensor, and all others compute as usual.
+    """
+    return importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def arguments_of(operation: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operation that a TorchDispatchMode sees, by name, with defaults. 2.6, 2.15."""
+    declared = operation._schema.arguments
+    given = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
+    return {**given, **dict(zip((argument.name for argument in declared), args, strict=False)), **kwargs}
+
+
+def is_mutable(operation: Any) -> bool:
+    """Whether an operation that a TorchDispatchMode sees changes one of its arguments. 2.6, 2.15."""
+    return bool(operation._schema.is_mutable)
+
+
+def wrapper_subclass(cls: type[Tensor], shape: Iterable[int], like: Tensor) -> Any:
+    """A tensor of class ``cls`` without memory of its own. 2.6, 2.15."""
+    return Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=like.dtype, device=like.device)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Key of a tensor's memory: the same for all views of it, unique while the memory lives. 2.6, 2.15.
+
+    ``data_ptr`` cannot be the key, because it is 0 for every tensor on the meta device.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
+is_view = Tensor._is_view
+"""Whether a tensor is a view, whose values change with those of another tensor. 2.6, 2.15."""
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of. 2.6, 2.15."""
+    return tensor._base
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; ``.data`` and NumPy change it uncounted. 2.6, 2.15."""
+    return tensor._version
+
+
+# Modules
+
+NORM_BASE = nn.modules.batchnorm._NormBase
+"""Base class of batch and instance normalisation, which may have running statistics. 2.6, 2.15."""
+
+BATCH_NORM_BASE = nn.modules.batchnorm._BatchNorm
+"""Base class of the layers that normalise over the samples of a batch. 2.6, 2.15."""
+
+LOADING_METHODS = ("_load_from_state_dict", "load_state_dict")
+"""Methods of a module that load a state dict; the first is documented for overriding. 2.6, 2.15."""
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` was applied to a module or a part of it, in place or not. 2.6, 2.15."""
+    return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in module.modules())
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Whether a module is what ``torch.compile`` has returned for another one, which it holds. 2.6, 2.15."""
+    return "_orig_mod" in module._modules
+
+
+def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace every parameter and buffer in the way of ``Module.to``, so that FSDP sees the new memory. 2.6, 2.15."""
+    module._apply(function)  # type: ignore[no-untyped-call]
+
+
+def call_loaded_hooks(module: nn.Module) -> None:
+    """Call the module's load_state_dict post-hooks, with no missing and no unexpected keys. 2.6, 2.15."""
+    for hook in module._load_state_dict_post_hooks.values():
+        hook(module, _IncompatibleKeys([], []))
+
+
+def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The dicts in which a module keeps its parameters and its submodules. 2.6, 2.15."""
+    return module._parameters, module._modules
+
+
+gradient_state = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+"""Whether a parameter is trained, and the two dicts of hooks that backward calls for it, None if there was none. 2.6, 2.15."""
+
+
+def gradient_hooks(parameter: Tensor) -> int:
+    """The number of hooks that backward calls for a parameter, but for flextrain's own, which look on. 2.6, 2.15."""
+    if not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks:
+        return 0
+    return _of_users(parameter._backward_hooks) + _of_users(parameter._post_accumulate_grad_hooks)
+
+
+def hooks_after_accumulating(parameter: Tensor) -> int:
+    """The number of those that it calls when it has written the gradient. 2.6, 2.15."""
+    return _of_users(parameter._post_accumulate_grad_hooks)
+
+
+def _of_users(hooks: Mapping[int, Any] | None) -> int:
+    package = __name__.partition(".")[0]
+    return sum(
+        (getattr(hook, "__module__", None) or "").partition(".")[0] != package for hook in (hooks or {}).values()
+    )
+
+
+def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:
+    """Register the hooks that backward calls for a parameter for another one too. 2.6, 2.15."""
+    for hook in (source._backward_hooks or {}).values():
+        target.register_hook(hook)  # type: ignore[no-untyped-call]
+    for hook in (source._post_accumulate_grad_hooks or {}).values():
+        target.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def keep_gradient_hooks(tensor: Tensor) -> None:
+    """Let backward call the hooks that a tensor had before ``torch.utils.swap_tensors``, which leaves them behind. 2.6, 2.15."""
+    tensor._backward_hooks = tensor._backward_hooks  # the same dicts, which handles know
+    if tensor._post_accumulate_grad_hooks is not None:
+        tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+
+
+def call_first(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> RemovableHandle:
+    """Register a gradient hook that is called before those that a tensor has. 2.6, 2.15."""
+    handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    hooks = cast(dict[int, Any], tensor._backward_hooks)
+    for key in [key for key in hooks if key != handle.id]:  # the same dict, which handles know
+        hooks[key] = hooks.pop(key)
+    return handle
+
+
+class _Postponed:
+    """A gradient hook of a user's that backward does not call; it stays where its handle finds it."""
+
+    def __init__(self, hook: Callable[[Tensor], Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, *_: Any) -> None:
+        pass
+
+
+def users_gradient_hooks(parameter: Tensor) -> list[Any]:
+    """The hooks that ``gradient_hooks`` counts. 2.6, 2.15."""
+    tables = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return [hook for table in tables for hook in (table or {}).values() if _of_users({0: hook})]
+
+
+def postpone_gradient_hooks(
+    parameter: Tensor, which: Iterable[Any]
+) -> tuple[Callable[[], list[Any]], Callable[[], list[Any]]]:
+    """Let backward pass by some of the hooks that a parameter has. 2.6, 2.15.
+
+    Args:
+        which: from ``users_gradient_hooks``; engines have hooks too.
+
+    Returns:
+        What returns those of ``register_hook`` that were not removed since, and the same for those that follow accumulation.
+    """
+    own = {id(hook) for hook in which}
+    tables = [parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}]
+    for table in tables:
+        for key, hook in table.items():
+            if id(hook) in own:
+                table[key] = _Postponed(hook)
+    before, after = (
+        lambda table=table: [one.hook for one in [*table.values()] if isinstance(one, _Postponed)] for table in tables
+    )
+    return before, after
+
+
+def resume_gradient_hooks(parameter: Tensor) -> None:
+    """Let backward call again what ``postpone_gradient_hooks`` has let it pass by. 2.6, 2.15."""
+    for table in (parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}):
+        for key, hook in table.items():
+            if isinstance(hook, _Postponed):
+                table[key] = hook.hook
+
+
+def leave_to_others(model: nn.Module, left: Iterable[nn.Parameter]) -> None:
+    """Let DistributedDataParallel take no notice of some parameters of a model. 2.6, 2.15."""
+    own = set(left)
+    names = [name for name, p in model.named_parameters(remove_duplicate=False) if p in own]
+    # torch puts the names of the model's own parameters together with a dot before them in one of two places.
+    names += [f".{name}" for name in names if "." not in name]
+    cast(Any, nn.parallel.DistributedDataParallel)._set_params_and_buffers_to_ignore_for_model(model, names)
+
+
+def has_loading_hooks(module: nn.Module) -> bool:
+    """Whether the module has load_state_dict pre-hooks. 2.6, 2.15."""
+    return bool(module._load_state_dict_pre_hooks)
+
+
+class DeviceFollower(nn.Module):
+    """A module without parameters that knows its device, because every ``.to()`` moves a probe tensor. 2.6, 2.15.
+
+    Attributes:
+        device: its device; initially the CPU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = torch.device("cpu")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeviceFollower:
+        self.device = fn(torch.empty(0, device=self.device)).device
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+# Loading data
+
+LOADER_ITERATOR = _BaseDataLoaderIter
+"""Base class of a DataLoader's iterators. 2.6, 2.15."""
+
+KEPT_ITERATOR = "_iterator"
+"""Attribute in which a DataLoader keeps its persistent workers between epochs; None: it has none. 2.6, 2.15."""
+
+MAKE_ITERATOR = "_get_iterator"
+"""Method with which a DataLoader makes its iterator. 2.6, 2.15."""
+
+
+def end_kept_workers(loader: Any) -> None:
+    """End the workers that ``loader`` keeps between epochs; it makes new ones if it is read again. 2.6, 2.15."""
+    iterator = getattr(loader, KEPT_ITERATOR, None)
+    if iterator is not None:
+        setattr(loader, KEPT_ITERATOR, None)
+        iterator._shutdown_workers()
+
+
+def end_loader_workers() -> None:
+    """End the workers that data loaders of this process keep between epochs; those loaders cannot be used again. 2.6, 2.15.
+
+    The garbage collector would first close the queue in which an iterator tells a worker to end, and would then wait for
+    the five seconds after which each worker looks around.
+    """
+    # They are daemons. All objects are looked at only if there are some, because that takes most of a tenth of a second.
+    if any(child.daemon for child in multiprocessing.active_children()):
+        for found in gc.get_objects():
+            if issubclass(type(found), LOADER_ITERATOR) and hasattr(found, "_shutdown_workers"):
+                found._shutdown_workers()
+
+
+def awaited_worker(iterator: Any) -> tuple[int, int] | None:
+    """Number and process of the worker whose batch a DataLoader's iterator gives next; None if no worker has it. 2.6, 2.15."""
+    found = getattr(iterator, "_task_info", {}).get(getattr(iterator, "_rcvd_idx", None))
+    if found is None or len(found) != 1:
+        return None
+    pid = iterator._workers[found[0]].pid
+    return None if pid is None else (found[0], pid)
+
+
+# Several processes
+
+
+def default_store() -> Any:
+    """The store of the default process group. 2.6, 2.15."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def last_collective() -> str:
+    """The last collective that this process began, from torch's flight recorder, as ``all_reduce number 41``. 2.6, 2.15.
+
+    Empty if nothing is recorded: TORCH_FR_BUFFER_SIZE (TORCH_NCCL_TRACE_BUFFER_SIZE before torch 2.9) turns the recorder
+    on for NCCL, and since torch 2.9 or so for gloo.
+    """
+    c10d = importlib.import_module("torch._C._distributed_c10d")
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(c10d, name, None)
+        try:
+            entries = [] if dump is None else json.loads(dump(True, False)).get("entries", [])
+        except (RuntimeError, ValueError):  # the recorder of a back end that this build lacks
+            continue
+        if entries:
+            last = entries[-1]
+            name = str(last.get("profiling_name", "")).rpartition(":")[2]
+            return f"{name} number {last.get('collective_seq_id', '')}".strip()
+    return ""
+
+
+def compiles(module: str, function: str) -> bool:
+    """Whether a function of torch's, while it is on the stack, is compiling a model. 2.6, 2.15.
+
+    Most frames of torch._dynamo and torch._inductor do not tell: compiled code runs below them, and so does what is
+    exempt from compiling, such as all hooks of FSDP. Inductor may compile a backward alone, without Dynamo.
+    """
+    return module == "torch._dynamo.convert_frame" or (module, function) == (
+        "torch._inductor.compile_fx",
+        "fx_codegen_and_compile",
+    )
+
+
+def backward_of_input(output: Tensor, grad: Tensor, leaf: Tensor, model: nn.Module) -> Callable[[], object]:
+    """Add the gradient of ``leaf`` to it, not those of weights; return a function that adds these to the weights. 2.6, 2.15.
+
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2024.
+    """
+    halves = importlib.import_module("torch.distributed.pipelining._backward")
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    _, groups = halves.stage_backward_input([output], [grad], [leaf], iter(weights))
+    return lambda: halves.stage_backward_weight(iter(weights), groups)
+
+
+@contextmanager
+def repeating_in(
+    contexts: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]],
+) -> Iterator[None]:
+    """Context in which ``torch.utils.checkpoint.checkpoint`` has other contexts by default, for forward and its repetition.
+
+    A TorchFunctionMode is not active in backward, where forward is repeated. With ``use_reentrant=True`` torch raises
+    ValueError because it cannot honour the contexts. They are a keyword with a default. 2.6, 2.15.
+    """
+    defaults = cast(Any, inspect.unwrap(torch.utils.checkpoint.checkpoint)).__kwdefaults__
+    before = defaults["context_fn"]
+    defaults["context_fn"] = contexts
+    try:
+        yield
+    finally:
+        defaults["context_fn"] = before
+
+
+class GroupedGradScaler(GradScaler):
+    """A GradScaler for gradients of several layouts; torch's takes one layout in its call. 2.6, 2.15.
+
+    Args:
+        groups: returns the parameters of an optimizer in groups whose gradients have the same layout.
+        arguments: those of GradScaler.
+    """
+
+    def __init__(self, groups: Callable[[Any], list[list[Tensor]]], *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._groups = groups
+        self.agree: Callable[[Tensor], Tensor] | None = None
+        """Combines ``found_inf`` of several processes, also of those without a gradient."""
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        groups = self._groups(optimizer)
+        for group in groups:
+            part = cast(Any, SimpleNamespace(param_groups=[{"params": group}]))
+            for found in super()._unscale_grads_(part, inv_scale, found_inf, allow_fp16).values():
+                found_inf = torch.maximum(found_inf, found.to(found_inf.device))
+        if self.agree is not None:
+            found_inf = self.agree(found_inf)
+        return {found_inf.device: found_inf} if groups or self.agree is not None else {}
+
+    def step_anyway(self, optimizer: Any) -> None:
+        """As ``step``, but the optimizer updates whatever ``found_inf`` is, which is not read."""
+        self._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)  # type: ignore[method-assign]
+        try:
+            self.step(optimizer)
+        finally:
+            del self._maybe_opt_step
+
+
+def check_reduced(wrapped: nn.Module) -> None:
+    """Raise torch's RuntimeError if a backward of a DistributedDataParallel has left gradients unreduced. 2.6, 2.15.
+
+    Torch itself raises it in the next forward, when an update was made with them.
+    """
+    cast(Any, wrapped)._check_reducer_finalized()
+
+
+# Compiling
+
+
+def without_compiling() -> AbstractContextManager[Any]:
+    """Context in which compiled models run as they are; the compiler is not even imported for it. 2.6, 2.15."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def build_folder(name: str) -> Path:
+    """The folder in which ``torch.utils.cpp_extension`` compiles the extension ``name``. 2.6, 2.15.
+
+    It is below TORCH_EXTENSIONS_DIR, or below torch's folder for this version of Python and this build of torch.
+    """
+    return Path(importlib.import_module("torch.utils.cpp_extension")._get_build_directory(name, verbose=False))
+
+
+def build_lock_is_advisory() -> bool:
+    """Whether ``torch.utils.cpp_extension`` locks a build folder with flock; otherwise by the file ``lock``. 2.6, 2.15.
+
+    With flock the file stays for good and does not mean that a process compiles.
+    """
+    return hasattr(importlib.import_module("torch.utils.cpp_extension"), "FileLock")
+
+
+def is_compile_error(error: BaseException) -> bool:
+    """Whether an error, or what caused it, comes from the compiler, by the module of its class. 2.6, 2.15."""
+    names = ("torch._dynamo", "torch._inductor", "torch._functorch")
+    return type(error).__module__.startswith(names) or "torch._dynamo" in str(type(error.__cause__))
+
+
+# torchrun
+
+
+class WatchesAgent(Protocol):
+    """What `watched_agent` tells."""
+
+    def starting(self, group: Any) -> None:
+        """Workers are about to start; ``group`` is the agent's WorkerGroup."""
+
+    def looked(self, exits: Mapping[int, int] | None) -> None:
+        """The agent has looked at its workers; ``exits`` are the statuses of those that failed, by rank, else None."""
+
+    def may_restart(self) -> bool:
+        """After a failure: whether the agent may restart the workers, if it has restarts left."""
+
+
+@contextmanager
+def watched_agent(watcher: WatchesAgent) -> Iterator[None]:
+    """Let agents that ``torch.distributed.run`` makes in this block tell ``watcher`` what they do. 2.6, 2.15.
+
+    torch's own events come too late to prevent a restart. Also, a restart heeds ``--shutdown-timeout``, which torch does
+    only at the end of the job. Nothing else of the agent is changed.
+    """
+    launcher: Any = importlib.import_module("torch.distributed.launcher.api")
+    torchs: Any = launcher.LocalElasticAgent
+
+    class Agent(torchs):  # type: ignore[misc]
+        def _start_workers(self, worker_group: Any) -> Any:
+            watcher.starting(worker_group)
+            return super()._start_workers(worker_group)
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            has_failed = result.state.name in ("FAILED", "UNHEALTHY")
+            failures = sorted(result.failures.items(), key=lambda item: item[1].timestamp)
+            watcher.looked({rank: failure.exitcode for rank, failure in failures} if has_failed else None)
+            if has_failed and not watcher.may_restart():
+                self._remaining_restarts = 0
+            return result
+
+        def _shutdown(self, *arguments: Any, **named: Any) -> None:
+            if hasattr(self, "_shutdown_timeout"):  # torch 2.6 has no such option
+                named.setdefault("timeout", self._shutdown_timeout)
+            super()._shutdown(*arguments, **named)
+
+    launcher.LocalElasticAgent = Agent
+    try:
+        yield
+    finally:
+        launcher.LocalElasticAgent = torchs
+
+
+# Marks: states of torch's generator on the CPU that stand for a state which is not computed yet.
+#
+# The layout of a state is private: the seed (8 bytes), three counters (16 bytes), the 624 words (8 bytes each), a
+# spare normal number. It was checked with torch 2.6 and 2.15. A mark has the state's seed, and words that no seeding
+# gives.
+
+
+_WORDS = slice(24, 24 + 8 * 5)
+_NAME = (0x9E3779B9, 0x7F4A7C15, 0xBF58476D, 0x1CE4E5B9)
+
+
+def marked(state: Tensor, number: int) -> Tensor:
+    """Return mark ``number``, below 2**32, of a state."""
+    mark = state.numpy().copy()
+    mark[_WORDS] = np.array((*_NAME, number), dtype=np.uint64).view(np.uint8)
+    return torch.from_numpy(mark)
+
+
+def mark_of(state: Tensor) -> int | None:
+    """Return the number of a mark; None: it is an ordinary state."""
+    words = state.numpy()[_WORDS]
+    found = tuple(np.frombuffer(words.tobytes(), dtype=np.uint64).tolist())
+    return int(found[-1]) if found[:-1] == _NAME else None
+
+
+# Private names of torch for a copy of a model's modules, whose tensors take no memory until they are filled.
+#
+# The dicts of ``nn.Module`` were checked with torch 2.6 to 2.15.
+
+
+_VALUES = (bool, int, float, str, type(None))
+_LARGEST = 10_000  # elements of a container in which modules are looked for; larger ones are vocabularies and the like
+_DEPTH = 4  # of containers and objects inside of each other
+_COMPILED = "_compiled_call_impl"
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers, also those that are not persistent, each under the first of its names."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def copy_modules(model: nn.Module, shape_of: Callable[[Tensor], Sequence[int]]) -> nn.Module:
+    """Return a copy of the modules, with tensors on the meta device that nothing is computed for."""
+    known: dict[int, Any] = {}
+    for module in model.modules():
+        known[id(module)] = object.__new__(type(module))
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in known:
+                known[id(parameter)] = nn.Parameter(_without_memory(parameter, shape_of), requires_grad=False)
+        for buffer in module.buffers(recurse=False):
+            if id(buffer) not in known:
+                known[id(buffer)] = _without_memory(buffer, shape_of)
+    for module in model.modules():
+        own = vars(known[id(module)])
+        for key, value in vars(module).items():
+            if key.startswith("_") and isinstance(value, dict) and _is_of_module(key):
+                own[key] = type(value)((name, _mapped(one, known, _DEPTH)) for name, one in value.items())
+            elif key == "_non_persistent_buffers_set":
+                own[key] = set(value)
+            else:
+                own[key] = None if key == _COMPILED else _mapped(value, known, _DEPTH)
+    found: nn.Module = known[id(model)]
+    return found
+
+
+def _is_of_module(key: str) -> bool:
+    return key in ("_modules", "_parameters", "_buffers") or key.endswith(
+        ("_hooks", "_hooks_with_kwargs", "_always_called")
+    )
+
+
+def _without_memory(tensor: Tensor, shape_of: Callable[[Tensor], Sequence[int]]) -> Tensor:
+    return torch.empty(tuple(shape_of(tensor)), dtype=tensor.dtype, device="meta")
+
+
+def _mapped(value: Any, known: dict[int, Any], depth: int) -> Any:
+    """Return a value with the copies of all modules and tensors that are in it; the value itself if there are none."""
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, (*_VALUES, Tensor, nn.Module, type, types.ModuleType)) or depth == 0:
+        return value
+    inner = functools.partial(_mapped, known=known, depth=depth - 1)
+    kind = type(value)
+    if kind in (list, tuple, set, dict, OrderedDict):
+        if len(value) > _LARGEST:
+            return value
+        if isinstance(value, dict):
+            pairs = [(key, inner(one)) for key, one in value.items()]
+            changed = any(one is not value[key] for key, one in pairs)
+            return kind(pairs) if changed else value
+        parts = [inner(one) for one in value]
+        changed = any(new is not old for new, old in zip(parts, value, strict=True))
+        return kind(parts) if changed else value
+    if kind is types.MethodType:
+        owner = inner(value.__self__)
+        return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+    if kind is functools.partial:
+        parts = inner([value.func, *value.args])
+        words = inner(value.keywords)
+        if parts[0] is value.func and words is value.keywords and all(map(_same, parts[1:], value.args)):
+            return value
+        return functools.partial(parts[0], *parts[1:], **words)
+    if kind is types.FunctionType:
+        return _function(value, inner)
+    return _object(value, known, inner)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def _function(function: types.FunctionType, inner: Callable[[Any], Any]) -> types.FunctionType:
+    """Return a function whose closure has the copies."""
+    cells = function.__closure__ or ()
+    try:
+        found = [cell.cell_contents for cell in cells]
+    except ValueError:  # a cell that nothing was written to yet
+        return function
+    parts = [inner(one) for one in found]
+    if all(map(_same, parts, found)):
+        return function
+    closure = tuple(types.CellType(part) for part in parts)
+    made = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _object(value: Any, known: dict[int, Any], inner: Callable[[Any], Any]) -> Any:
+    """Return an object of the user's whose attributes have the copies."""
+    attributes = getattr(value, "__dict__", None)
+    if not isinstance(attributes, dict) or type(value).__module__.partition(".")[0] in ("torch", "builtins"):
+        return value
+    known[id(value)] = value  # objects may have each other
+    mapped = {key: inner(one) for key, one in attributes.items()}
+    if all(mapped[key] is one for key, one in attributes.items()):
+        del known[id(value)]
+        return value
+    made = object.__new__(type(value))
+    made.__dict__.update(mapped)
+    known[id(value)] = made
+    return made
+
+
+def replace_tensor(model: nn.Module, tensor: Tensor, by: Tensor | None) -> None:
+    """Put another tensor, or None, in the place of a parameter or buffer, in every module that has it."""
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for key, one in held.items():
+                if one is tensor:
+                    held[key] = by  # type: ignore[assignment]
+
+
+def take_buffers(model: nn.Module) -> Callable[[], None]:
+    """Return a function that gives all modules the buffers that they have now, also those that are None."""
+    taken = [
+        (module, dict(module._buffers), set(module._non_persistent_buffers_set))
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
+
+    def give_back() -> None:
+        for module, buffers, passing in taken:
+            if {key: id(one) for key, one in module._buffers.items()} != {key: id(one) for key, one in buffers.items()}:
+                module._buffers.clear()
+                module._buffers.update(buffers)
+                module._non_persistent_buffers_set = passing
+
+    return give_back

@@ -1,0 +1,1 @@
+"""Report installed packages, the needs of each strategy, and what is missing: `flextrain doctor`."""

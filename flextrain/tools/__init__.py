@@ -1,1 +1,0 @@
-"""The work behind the commands: doctor, and verify with its comparison of trainings."""

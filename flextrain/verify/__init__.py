@@ -1,0 +1,1 @@
+"""Verify that strategies train a user's model as one device does: `flextrain verify`."""

@@ -1,1 +1,0 @@
-"""Adapters: the needs of each family of optimizers beyond torch's interface."""

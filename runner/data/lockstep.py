@@ -1,0 +1,97 @@
+"""InStep: keeps processes with data of different lengths in step, in training and evaluation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from ...core.base.errors import counted
+from ...core.comm import collectives as dist
+
+_PURPOSE = "loops in step"
+_END = object()
+
+Window = list[Any]
+
+
+class InStep:
+    """The windows of a process while all processes have one, cut to the same number of batches.
+
+    While a window is trained on, the processes agree on the next one if it has been read, so no process waits for the
+    message. Batches that only some processes have left at the end are skipped, with one warning.
+
+    Args:
+        where: the configuration key, for the message.
+        ahead: read the next window before the current one is given out; otherwise read only what is given out next.
+        processes: number of processes.
+        timeout_s: longest time in seconds that a process may take for its next window.
+    """
+
+    def __init__(self, where: str, *, processes: int, ahead: bool = True, timeout_s: float | None = None) -> None:
+        self._where, self._ahead, self._processes = where, ahead, processes
+        self._group = dist.side_group(timeout_s, _PURPOSE)
+        self._said = False
+
+    def windows(self, own: Iterator[Window], start: int = 0) -> Iterator[Window]:
+        """Yield the windows of ``own``, up to the first window that some process does not have.
+
+        Args:
+            own: the windows that this process can read.
+            start: number of the first window in the epoch.
+        """
+        done, is_longer = start, False
+        window, smallest = self._next(own)
+        while size := smallest():
+            is_longer = len(window) > size
+            if self._ahead:
+                following, smallest = self._next(own)
+            yield window[:size]
+            done += 1
+            if not self._ahead:
+                following, smallest = self._next(own)
+            window = following
+        self._say(done, is_longer or bool(window))
+
+    def _next(self, own: Iterator[Window]) -> tuple[Window, Callable[[], int]]:
+        """Return the next window, and a function that waits for the smallest length of all processes' next windows."""
+        window = next(own, [])
+        return window, dist.start_reduce(len(window), "min", self._group)
+
+    def _say(self, done: int, is_longer: bool) -> None:
+        longer = dist.start_reduce(int(is_longer), "sum", self._group)()
+        if longer and not self._said:
+            self._said = True
+            logging.getLogger("flextrain").warning(
+                f"{self._where}: {self._processes - longer} of {self._processes} processes had no more batches after "
+                f"{counted(done, 'iteration')} of the epoch, so it ended there for all; the others skip their remaining "
+                "batches, in every epoch"
+            )
+
+
+def until_all_end(batches: Iterable[Any], timeout_s: float | None = None) -> Iterator[tuple[Any, bool]]:
+    """Yield batches, each with True if it is this process's own, while any process has one.
+
+    A process without a batch repeats its last one, or uses that of another process if it never had one, because the
+    model may run collectives.
+    """
+    group = dist.side_group(timeout_s, _PURPOSE)
+    own = iter(batches)
+    batch = next(own, _END)
+    last = _first(batch)
+    some_left = dist.start_reduce(batch is not _END, "max", group)
+    while some_left():
+        is_own = batch is not _END
+        last = batch if is_own else last
+        batch = next(own, _END) if is_own else _END
+        some_left = dist.start_reduce(batch is not _END, "max", group)
+        yield last, is_own
+
+
+def _first(batch: Any) -> Any:
+    """Return the first batch of this process, or else of the first process that has one."""
+    has_one = dist.all_gather_object(batch is not _END)
+    if all(has_one) or not any(has_one):
+        return batch
+    shared = dist.broadcast_object(None if batch is _END else batch, has_one.index(True))
+    return shared if batch is _END else batch

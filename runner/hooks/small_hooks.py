@@ -1,0 +1,166 @@
+"""Hooks of a few lines: empty caches, average buffers, tell samplers the epoch, compare replicas, prepare augmented tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...core.base.errors import ConfigError
+from ...core.base.registry import HOOKS, MODELS
+from ...core.device.device import empty_cache
+from ...core.model.base_model import BaseTTAModel
+from ..data.samplers import tell_loader_epoch
+from .hook import Hook
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+
+@HOOKS.register_module()
+class EmptyCacheHook(Hook):
+    """Returns memory that the caching allocator holds to the device.
+
+    Args:
+        before_epoch: before every epoch of training, validation and testing.
+        after_epoch: after every epoch.
+        after_iter: after every iteration.
+    """
+
+    priority = "NORMAL"
+
+    def __init__(self, before_epoch: bool = False, after_epoch: bool = True, after_iter: bool = False) -> None:
+        self._does_before_epoch = before_epoch
+        self._does_after_epoch = after_epoch
+        self._does_after_iter = after_iter
+
+    def before_epoch(self, runner: Run, mode: str = "train") -> None:
+        """Empty the cache if ``before_epoch`` is set."""
+        if self._does_before_epoch:
+            empty_cache(runner.strategy.device)
+
+    def after_epoch(self, runner: Run, mode: str = "train") -> None:
+        """Empty the cache if ``after_epoch`` is set."""
+        if self._does_after_epoch:
+            empty_cache(runner.strategy.device)
+
+    def after_iter(
+        self,
+        runner: Run,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: Any = None,
+        mode: str = "train",
+    ) -> None:
+        """Empty the cache if ``after_iter`` is set."""
+        if self._does_after_iter:
+            empty_cache(runner.strategy.device)
+
+
+# SyncBuffersHook: averages buffers, such as running statistics, over the processes.
+
+
+@HOOKS.register_module()
+class SyncBuffersHook(Hook):
+    """Replaces floating-point buffers by their mean over the processes after every training epoch.
+
+    Loops without epochs do this before every validation.
+    """
+
+    priority = "NORMAL"
+
+    def __init__(self) -> None:
+        self._is_fresh = False
+
+    def after_train_epoch(self, runner: Run) -> None:
+        """Average the buffers; the validation that follows need not do it again."""
+        runner.strategy.average_buffers()
+        self._is_fresh = True
+
+    def before_val_epoch(self, runner: Run) -> None:
+        """Average the buffers, unless this was done since the last validation."""
+        if not self._is_fresh:
+            runner.strategy.average_buffers()
+        self._is_fresh = False
+
+
+# DistSamplerSeedHook: gives the epoch to samplers, for a new order of samples in every epoch.
+
+
+@HOOKS.register_module()
+class DistSamplerSeedHook(Hook):
+    """Calls ``set_epoch`` of the training sampler, so that every epoch has a new order, the same on all processes."""
+
+    priority = "NORMAL"
+
+    def before_train_epoch(self, runner: Run) -> None:
+        """Call ``set_epoch`` of every part of the training data that has it.
+
+        The dataloaders call it too before they are read. Custom loops may read one directly, and need this call.
+        """
+        tell_loader_epoch(runner.train_dataloader, runner.epoch)
+
+
+# CheckReplicasHook: compares replicas of the model's tensors while training goes on.
+
+
+@HOOKS.register_module()
+class CheckReplicasHook(Hook):
+    """Compares weights and optimizer state with the replicas on other processes, between saves, which compare them too.
+
+    A difference, such as a flipped bit in the memory of one device, is a DivergenceError on every process. It names the
+    tensor and the ranks. See ``Strategy.check_replicas`` for what is compared. Every check waits for the device.
+
+    Args:
+        interval: updates between two checks.
+    """
+
+    priority = "LOW"  # before checkpoints are saved
+
+    def __init__(self, interval: int = 500) -> None:
+        given: object = interval  # a configuration may have anything
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            raise ConfigError(f"CheckReplicasHook.interval: {interval!r} is not allowed, give an integer of 1 or more")
+        self.interval = interval
+
+    def after_train_iter(
+        self,
+        runner: Run,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Compare after every ``interval`` updates."""
+        if (runner.iter + 1) % self.interval == 0:
+            runner.strategy.check_replicas()
+
+
+# PrepareTTAHook: tests a trained model with several augmentations of every sample.
+
+
+@HOOKS.register_module()
+class PrepareTTAHook(Hook):
+    """Makes ``runner.test()`` merge the predictions of augmented samples; see BaseTTAModel.
+
+    Args:
+        tta_cfg: ``dict(type=..., **arguments)`` of the BaseTTAModel, without its ``module``, which is the run's.
+    """
+
+    priority = "VERY_HIGH"
+
+    def __init__(self, tta_cfg: dict[str, Any], *, where: str = "PrepareTTAHook") -> None:
+        kind = MODELS.check(tta_cfg, f"{where}.tta_cfg", ("module",))
+        if isinstance(kind, type) and not issubclass(kind, BaseTTAModel):
+            raise ConfigError(f"{where}.tta_cfg.type: {kind.__name__} is not derived from BaseTTAModel")
+        self.tta_cfg: Mapping[str, Any] = tta_cfg
+        self._built: BaseTTAModel | None = None
+
+    def before_test(self, runner: Run) -> None:
+        """Build the BaseTTAModel around the run's model."""
+        if runner.stepper.merging not in (None, self._built):
+            raise ConfigError("PrepareTTAHook: the runner's model is a BaseTTAModel already, leave the hook out")
+        self._built = MODELS.build(self.tta_cfg, "PrepareTTAHook.tta_cfg", module=runner.strategy.module)
+        runner.stepper.merge_with(self._built)
+
+    def after_test(self, runner: Run) -> None:
+        """Test without augmentations again."""
+        runner.stepper.merge_with(None)

@@ -1,0 +1,397 @@
+"""Restore parameter schedulers, start them again, or move them to the same position in schedules that have changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...core.base.errors import CheckpointError, counted
+from ...core.comm.agreement import gather_differing, raising_together
+from ...optim.canonical import FROZEN, GROUP, KIND, split_key
+from ...optim.schedulers import ParamScheduler
+from ...optim.schedulers.replay import (
+    FUNCTION,
+    TYPE,
+    GroupValues,
+    adopt,
+    changes,
+    described,
+    replay,
+    set_value,
+    sets_initial_values,
+    settings,
+    shown,
+    value_of,
+)
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+# Go on at the position of a checkpoint in schedules that are others than the checkpoint's.
+
+
+# The values of these do not depend on where their window ends, before it has ended.
+_WITHOUT_END = (
+    "Step",
+    "MultiStep",
+    "Exponential",
+    "CosineAnnealing",
+    "CosineRestart",
+    "OneCycle",
+    "ReduceOnPlateau",
+    "torch.",
+)
+_NAMES = {"lr": "learning rate"}
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the schedulers of an optimizer were in a checkpoint.
+
+    Attributes:
+        states: what their ``state_dict`` returned.
+        then: their settings.
+        loop: the state of the training loop.
+        epoch_lengths: iterations in an epoch of the checkpoint's run and of this one; None: not known.
+    """
+
+    states: Sequence[Mapping[str, Any]]
+    then: Sequence[Mapping[str, Any]]
+    loop: Mapping[str, Any]
+    epoch_lengths: tuple[int | None, int | None]
+
+    def steps(self, by_epoch: bool) -> int:
+        """Return the steps made: updates, or epochs. Loss scaling may have skipped some updates of the loop's."""
+        pairs = zip(self.then, self.states, strict=True)
+        made = [int(state["_global_step"]) for one, state in pairs if one["by_epoch"] is by_epoch]
+        return max(made, default=int(self.loop["epoch" if by_epoch else "iter"]))
+
+    def in_this_run(self, steps: int) -> int:
+        """Return the steps after which this run has done as many epochs as ``steps`` updates were in the checkpoint's."""
+        then, now = self.epoch_lengths
+        return round(steps * now / then) if then and now else steps
+
+
+def follow(runner: Run, name: str, first: GroupValues, position: Position, resumes_optimizer: bool) -> bool:
+    """Move the schedulers of an optimizer to their position, if their settings have changed; False: they have not.
+
+    The values become those that a run with the new schedules alone has at this position, from the checkpoint's initial
+    values. The counters stay. One warning says what has changed.
+
+    Args:
+        runner: the run; the state of its optimizer is loaded, or left out.
+        name: of the optimizer; empty if it is the only one.
+        first: the values of the groups when the schedulers were at step 0.
+        position: the checkpoint's.
+        resumes_optimizer: whether the optimizer's state was loaded.
+
+    Raises:
+        CheckpointError: schedules that depend on metrics have been added, replaced or combined with others that have changed.
+    """
+    group: Sequence[ParamScheduler] = runner.schedulers[name]
+    then, now = position.then, [settings(scheduler) for scheduler in group]
+    if list(then) == now:
+        return False
+    what, by_end, follows_epochs = _differences(name, then, now, position)
+    if by_end:
+        runner.logger.info(f"{what}: the values so far are the same")
+        return False
+    if kinds := [type(scheduler).__name__ for scheduler in group if scheduler.need_val_args]:
+        _check_metrics_alone(kinds, then, now, position)
+        runner.logger.warning(
+            f"{what}; what has been reduced so far stays, because {kinds[0]} depends on metrics of the past"
+        )
+        return False
+    if any(scheduler.has_begun for scheduler in group):
+        raise CheckpointError(
+            f"{what}; its schedulers have made steps already and cannot follow: resume in a new runner"
+        )
+    live = runner.optim_wrapper.wrappers[name].param_groups  # type: ignore[union-attr]
+    old = _values_then(position, live, group)
+    _restore_initial(first, live, group, position, resumes_optimizer)
+    iters = position.steps(by_epoch=False)
+    if follows_epochs:
+        iters = position.in_this_run(iters)
+    replay(group, first, iters=iters, epochs=position.steps(by_epoch=True), epoch_length=position.epoch_lengths[1])
+    new = {key: value_of(first.param_groups[0], key) for key in old}
+    same = all(math.isclose(old[key], value, rel_tol=1e-9, abs_tol=1e-15) for key, value in new.items())
+    if same and _only_functions(then, now):
+        return False
+    adopt(group, first, live)
+    for key in old.keys() - {scheduler.param_name for scheduler in group}:
+        for own, initial in zip(live, first.param_groups, strict=True):
+            set_value(own, key, value_of(initial, key))
+    at = f"iteration {position.loop['iter']}"
+    told = [
+        f"the {_NAMES.get(key, key)} at {at} is {value:.4g} by the new schedule ({old[key]:.4g} in the checkpoint)"
+        for key, value in new.items()
+    ]
+    since = ""
+    if follows_epochs:
+        since = f" because an epoch has {position.epoch_lengths[1]} iterations and had {position.epoch_lengths[0]}"
+    runner.logger.warning(f"{what}{since}; {', '.join(told)}")
+    return True
+
+
+def _differences(
+    name: str, then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], position: Position
+) -> tuple[str, bool, bool]:
+    """Return what has changed, whether only ends that do not matter have, and whether only the length of an epoch did."""
+    where = f"param_scheduler.{name}" if name else "param_scheduler"
+    if [one.get(TYPE) for one in then] != [one[TYPE] for one in now]:
+        return f"{where}: was {described(then)}, is {described(now)}", False, False
+    found, by_end, scaled = [], True, True
+    lengths = position.epoch_lengths
+    for i, (before, after) in enumerate(zip(then, now, strict=True)):
+        here = f"{where}[{i}]" if len(now) > 1 else where
+        changed = changes(before, after)
+        found += [f"{here}.{setting}: was {shown(was)}, is {shown(new)}" for setting, (was, new) in changed.items()]
+        by_end = by_end and changed.keys() <= {"end"} and (not changed or _has_no_end(after, changed["end"], position))
+        scaled = scaled and all(
+            _is_scaled(was, new, *lengths) or (_is_the_window(key, before) and _is_the_window(key, after))
+            for key, (was, new) in changed.items()
+        )
+        scaled = scaled and not (changed and after["by_epoch"])
+    return ", ".join(found), by_end, scaled
+
+
+def _has_no_end(one: Mapping[str, Any], ends: Sequence[int], position: Position) -> bool:
+    """Whether a schedule has the same values up to here for both ends of its window."""
+    return str(one[TYPE]).startswith(_WITHOUT_END) and position.steps(one["by_epoch"]) < min(ends)
+
+
+def _is_scaled(was: Any, new: Any, then: int | None, now: int | None) -> bool:
+    """Whether a number of iterations is the same number of epochs in both runs."""
+    if not then or not now or then == now:
+        return False
+    if isinstance(was, list) and isinstance(new, list):
+        return len(was) == len(new) and all(
+            a == b or _is_scaled(a, b, then, now) for a, b in zip(was, new, strict=True)
+        )
+    if type(was) is not int or type(new) is not int:
+        return False
+    return abs(was / then - new / now) <= 1 / min(then, now)
+
+
+def _is_the_window(key: str, one: Mapping[str, Any]) -> bool:
+    """Whether a setting is the length of the window, its default."""
+    return key in ("T_max", "total_steps") and one[key] == one["end"] - one["begin"]
+
+
+def _only_functions(then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether only functions differ; their code may be compiled otherwise by another version of Python."""
+    if len(then) != len(now):
+        return False
+    pairs = [pair for before, after in zip(then, now, strict=True) for pair in changes(before, after).values()]
+    return all(all(str(value).startswith(FUNCTION) for value in pair) for pair in pairs)
+
+
+def _check_metrics_alone(
+    kinds: Sequence[str], then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], position: Position
+) -> None:
+    """Raise CheckpointError unless all that has changed are the settings of schedulers that depend on metrics."""
+    others = len(then) != len(now)
+    for before, after in zip(then, now, strict=False):
+        changed = changes(before, after)
+        is_free = TYPE not in changed and (
+            str(after[TYPE]) in kinds
+            or (changed.keys() <= {"end"} and (not changed or _has_no_end(after, changed["end"], position)))
+        )
+        others = others or not is_free
+    if others:
+        raise CheckpointError(
+            f"has the schedules {described(then)}, the configuration has {described(now)}: the values of the new ones here "
+            f"are not known, because {kinds[0]} depends on metrics of the past; give the former ones"
+        )
+
+
+def _values_then(
+    position: Position, live: Sequence[Mapping[str, Any]], group: Sequence[ParamScheduler]
+) -> dict[str, float]:
+    """Return the checkpoint's values of the first group, by the names of what its schedulers set or those of now."""
+    if not live:  # this process updates no parameter
+        return {}
+    saved = {
+        one["param_name"]: float(state["values"][0])
+        for one, state in zip(position.then, position.states, strict=True)
+        if state["values"]
+    }
+    return {**{scheduler.param_name: value_of(live[0], scheduler.param_name) for scheduler in group}, **saved}
+
+
+def _restore_initial(
+    first: GroupValues,
+    live: Sequence[Mapping[str, Any]],
+    group: Sequence[ParamScheduler],
+    position: Position,
+    resumes_optimizer: bool,
+) -> None:
+    """Let the schedules start from the checkpoint's initial values, as all settings of a resumed optimizer do."""
+    if not resumes_optimizer or any(map(sets_initial_values, (*position.then, *map(settings, group)))):
+        return  # a schedule that sets initial values leaves nothing of the optimizer's own
+    scheduled_then = {one["param_name"] for one in position.then}
+    for name in {scheduler.param_name for scheduler in group} | scheduled_then:
+        initial = f"initial_{name}"
+        is_kept = name in scheduled_then
+        values = [float(own[initial]) if is_kept and initial in own else value_of(own, name) for own in live]
+        first.start_from(name, values)
+        if name not in {scheduler.param_name for scheduler in group}:
+            for own, value in zip(first.param_groups, values, strict=True):
+                set_value(own, name, value)
+
+
+SETTINGS = "schedules"
+"""Key of a checkpoint: the settings of the parameter schedulers, by the optimizer's name."""
+
+
+def scheduler_states(runner: Run) -> dict[str, Any]:
+    """Return the checkpoint's entries of all schedulers: their states and their settings."""
+    return {
+        "scheduler": {name: [s.state_dict() for s in group] for name, group in runner.schedulers.items()},
+        SETTINGS: {name: [settings(s) for s in group] for name, group in runner.schedulers.items()},
+    }
+
+
+def first_values(runner: Run) -> dict[str, GroupValues]:
+    """Return the values in the groups of each optimizer; called before its state is loaded, when schedulers are at step 0."""
+    optim = runner.optim_wrapper
+    return {} if optim is None else {name: GroupValues(each.param_groups) for name, each in optim.wrappers.items()}
+
+
+def load_schedulers(
+    runner: Run, values: Mapping[str, Any], first: Mapping[str, GroupValues], *, resumes_optimizer: bool
+) -> None:
+    """Restore every scheduler. If the settings are others than in the checkpoint, go on at its position in the new schedules.
+
+    Args:
+        runner: the run; the state of its optimizer is loaded, or left out.
+        values: the checkpoint's plain values.
+        first: what `first_values` returned.
+        resumes_optimizer: False: also set the saved learning rates and momenta, because the optimizer's state is left out.
+
+    Raises:
+        CheckpointError: the number of schedulers differs and the checkpoint is older than their settings, the changed
+            schedules depend on metrics of the past, or a state does not fit.
+    """
+    saved, then = values.get("scheduler", {}), values.get(SETTINGS)
+    for name, group in runner.schedulers.items():
+        states = saved.get(name, [])
+        if then is not None:
+            position = Position(states, then.get(name, []), values["loop"], _epoch_lengths(runner, values))
+            if follow(runner, name, first[name], position, resumes_optimizer):
+                continue
+        elif len(states) != len(group):
+            kinds = ", ".join(type(scheduler).__name__ for scheduler in group)
+            optimizer = f" for the optimizer {name}" if name else ""
+            raise CheckpointError(
+                f"has {counted(len(states), 'parameter scheduler')}{optimizer}, the configuration has {len(group)}"
+                f"{f' ({kinds})' if kinds else ''}, and was written by an older version, without their settings; resume all "
+                "of them or none"
+            )
+        for scheduler, state in zip(group, states, strict=True):
+            scheduler.load_state_dict(state)
+            if not resumes_optimizer:
+                scheduler.set_values(state["values"], state["base_values"])
+    if then is None and any(runner.schedulers.values()):
+        runner.logger.info(
+            "The checkpoint was written by an older version, without the settings of param_scheduler: schedules go on from its "
+            "values; if their settings have changed, these are not the values of the new ones"
+        )
+
+
+def _epoch_lengths(runner: Run, values: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    data = values.get("data")
+    then = data.get("epoch_length") if isinstance(data, Mapping) else None
+    loop = runner.train_loop
+    return (
+        then if loop.by_epoch else None,
+        loop.data.epoch_length,
+    )  # the position of other loops is a number of iterations
+
+
+@contextmanager
+def schedules_anew(runner: Run) -> Iterator[None]:
+    """Keep the values set by schedulers while the optimizer's state is loaded, because schedules start again."""
+    own = [(scheduler, scheduler.get_values()) for group in runner.schedulers.values() for scheduler in group]
+    yield
+    for scheduler, values in own:
+        scheduler.set_values(values, scheduler.base_values)
+
+
+# Compare the settings of an optimizer with those of a checkpoint.
+
+
+def check_optimizer(runner: Run, values: Mapping[str, Any]) -> None:
+    """Check that every parameter can get the settings that the checkpoint has under its name, in its current group.
+
+    Raises:
+        CheckpointError: parameters in one group have different settings in the checkpoint, or it lacks a parameter.
+    """
+    now = _hyper_parameters(runner)
+    then = {key: value for key, value in values.items() if key.startswith(GROUP)}
+    frozen_then, frozen_now = values.get(FROZEN, ()), set(frozen(runner))
+    with raising_together():
+        _check_settings(then, now, frozen_then if isinstance(frozen_then, list) else ())
+    lacking = set.intersection(*map(set, gather_differing(sorted(then.keys() - now.keys()))))  # on all processes
+    gone = sorted({name for key in lacking if (name := _optimized(key))} - frozen_now)
+    if gone:
+        runner.logger.warning(f"The optimizer state of {', '.join(gone)} is left out: they are not optimized now")
+
+
+def frozen(runner: Run) -> list[str]:
+    """Return the names of this process's frozen parameters, of which a checkpoint has no settings."""
+    return sorted(name for name, parameter in runner.strategy.named_parameters() if not parameter.requires_grad)
+
+
+def _check_settings(then: Mapping[str, Any], now: Mapping[str, Any], frozen_then: Collection[str]) -> None:
+    for key in now:
+        if key not in then and (lost := _optimized(key)) and lost not in frozen_then:
+            raise CheckpointError(f"has no optimizer state of {lost}, which was not optimized then")
+    for key, value in then.items():
+        if key in now and not _same(value, now[key]):
+            _, name, setting = split_key(key)
+            raise CheckpointError(
+                f"{name} has {setting}={value}, and shares a group now with parameters that have {now[key]}; give each of "
+                "them a group of its own"
+            )
+
+
+def _hyper_parameters(runner: Run) -> dict[str, Any]:
+    return {key: value for key, value in runner.strategy.state_dict().items() if key.startswith(GROUP)}
+
+
+def _optimized(key: str) -> str:
+    """Return the parameter if the key is one that every optimized parameter has; otherwise an empty string."""
+    _, parameter, item = split_key(key)
+    return parameter if item == KIND else ""
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6)  # a value may have been stored as a float32 tensor
+    return bool(one == other)
+
+
+@contextmanager
+def telling_what_differs(runner: Run) -> Iterator[None]:
+    """Warn if the optimizer's settings in the checkpoint differ from those in the configuration."""
+    before = _hyper_parameters(runner)
+    yield
+    after = _hyper_parameters(runner)
+    replaced: dict[str, str] = {}
+    for key, value in after.items():
+        parameter, _, setting = key.rpartition(".")
+        scheduled = f"{parameter}.initial_{setting}" in before  # its initial value is compared instead
+        if not scheduled and key in before and not _same(value, before[key]):
+            replaced.setdefault(setting.removeprefix("initial_"), f"{value} instead of {before[key]}")
+    if replaced:
+        runner.logger.warning(
+            f"The optimizer continues with the checkpoint's settings, not the configuration's: "
+            f"{', '.join(f'{setting} {values}' for setting, values in replaced.items())}; "
+            "resume=dict(optimizer=False) starts with the configuration's"
+        )

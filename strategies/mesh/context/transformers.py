@@ -1,0 +1,360 @@
+"""Models of transformers: their attention interface, their masks and their loss, for sequences that are cut."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from ....core.base.errors import StrategyError
+from ....core.base.rehearsing import with_values
+from ....core.comm.rendezvous import each_process_has
+from ....core.hugging_face.transformers_private import attention_implementation
+from ....core.torch_compat.torch_private import repeating_in
+from .attention import CAUSAL, FULL, Mask, Rule, SequenceAttention
+
+NAME = "flextrain_context"
+"""The name of this attention in transformers' registries."""
+_HARMLESS = {"position_ids", "sliding_window", "use_cache", "cache_position", "num_items_in_batch", "return_dict",
+             "output_router_logits", "output_hidden_states"}  # fmt: skip
+_attention_of: weakref.WeakKeyDictionary[nn.Module, SequenceAttention] = weakref.WeakKeyDictionary()
+_running: list[SequenceAttention] = []
+"""The attention of the forward that is running, from which masks are made."""
+each_process_has(sys.modules[__name__], "_running")
+
+
+class TransformersModel:
+    """One model of transformers whose attention, masks and loss are replaced until ``release``.
+
+    Args:
+        model: the model, before it is sharded.
+        attention: what its attention layers call.
+
+    Attributes:
+        shifts: its loss compares each position with the label of the next one.
+        divides: its loss divides a sum by ``num_items_in_batch``, if it is given.
+        losses: number of calls of its loss.
+        is_in_loss: a loss is running that shifts labels, which were shifted before.
+    """
+
+    def __init__(self, model: Any, attention: SequenceAttention) -> None:
+        _register()
+        self.model, self._attention = model, attention
+        self._before = attention_implementation(model)
+        self._loss = model.loss_function
+        self.losses, self.is_in_loss = 0, False
+        with with_values():
+            self.shifts = shifts_labels(self._loss, model)
+            self.divides = divides_by_number(self._loss, model)
+        self._has_own_loss = "_loss_function" in vars(model)
+        for module in model.modules():
+            _attention_of[module] = attention
+        self._hooks = [
+            model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._leave, always_call=True),
+        ]
+        self.is_cut = self._is_called_by_user = False
+        self.cut(True)
+
+    def cut(self, is_cut: bool) -> None:
+        """Choose whether the model is called with sequences that are cut, or as on one device."""
+        if is_cut == self.is_cut:
+            return
+        self.is_cut = is_cut
+        self.model.set_attn_implementation(NAME if is_cut else self._before)
+        if is_cut and attention_implementation(self.model) != NAME:
+            raise StrategyError(
+                f"model: {type(self.model).__name__} does not use transformers' attention interface, which cp needs"
+            )
+        self.model.loss_function = self._shifted_loss if is_cut else self._loss
+
+    def restore_in(self, copied: Any) -> None:
+        """Give a copy of the model the attention that the model had, in configurations of its own."""
+        known: dict[int, Any] = {}
+        for module in copied.modules():
+            if (config := vars(module).get("config")) is not None:
+                module.config = copy.deepcopy(config, known)
+        copied.set_attn_implementation(self._before)
+
+    def release(self) -> None:
+        """Give the model back what was replaced."""
+        self.cut(False)
+        if not self._has_own_loss:
+            vars(self.model).pop("_loss_function", None)
+        for hook in self._hooks:
+            hook.remove()
+        for module in self.model.modules():
+            _attention_of.pop(module, None)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not self.is_cut:
+            return None
+        if self._attention.length is None:  # no update and no evaluation: every process has all positions
+            self._is_called_by_user = True
+            self.cut(False)
+            return None
+        if args:
+            bound = inspect.signature(self.model.forward).bind(*args, **kwargs)
+            kwargs = {**bound.kwargs, **{name: bound.arguments[name] for name in list(bound.arguments)[: len(args)]}}
+        attention, numbers = self._attention, kwargs.get("attention_mask")
+        attention.keys = attention.documents = None
+        if isinstance(numbers, Tensor):
+            numbers = numbers.full_tensor() if isinstance(numbers, DTensor) else numbers
+            # See SequenceBatches: documents have numbers from 1, otherwise the mask is of bool.
+            attention.keys, attention.documents = (numbers, None) if numbers.dtype == torch.bool else (None, numbers)
+        given = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+        # Without a mask transformers takes positions that do not follow each other for several documents.
+        ones = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device)
+        _running.append(attention)
+        if kwargs.get("position_ids") is None:  # a module around it gives none
+            assert attention.length is not None
+            positions = torch.arange(attention.length, device=given.device)[None]
+            kwargs["position_ids"] = attention.own(positions)
+        cache = {"use_cache": False} if "use_cache" in _parameters(type(self.model).forward) else {}
+        return (), {**kwargs, "attention_mask": ones, **cache}
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._is_called_by_user:
+            self._is_called_by_user = False
+            self.cut(True)
+        elif self.is_cut and _running:
+            _running.pop()
+
+    def _shifted_loss(self, logits: Tensor, labels: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model's loss for labels that were shifted before the sequence was cut."""
+        self.losses += 1
+        if not self.shifts or labels is None or kwargs.get("shift_labels") is not None:
+            return self._loss(logits, labels, *args, **kwargs)
+        if "shift_labels" in _parameters(self._loss):
+            return self._loss(logits, labels, *args, **kwargs, shift_labels=labels)
+        # It compares position i with label i + 1: a position and an ignored label more at either end.
+        self.is_in_loss = True
+        try:
+            logits = torch.cat([logits, torch.zeros_like(logits[:, :1])], 1)
+            labels = torch.cat([torch.full_like(labels[:, :1], -100), labels], 1)
+            return self._loss(logits, labels, *args, **kwargs)
+        finally:
+            self.is_in_loss = False
+
+
+def shifts_labels(loss: Callable[..., Any], model: Any) -> bool:
+    """Return whether a loss of transformers compares each position with the next label, by trying.
+
+    Raises:
+        StrategyError: it does neither this nor compare each position with its own label.
+    """
+    size = getattr(model.config.get_text_config(), "vocab_size", None) or 2
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 4, size, generator=generator, dtype=torch.float32)
+    values = []
+    for labels in ([0, 1, 0, 1], [1, 1, 0, 1], [0, 0, 0, 1]):
+        try:
+            value = loss(logits=logits.clone(), labels=torch.tensor([labels]), vocab_size=size)
+        except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
+            raise StrategyError(
+                f"model: {type(model).__name__}.loss_function cannot be called with logits and labels of each position "
+                f"({error}), which cp needs"
+            ) from error
+        values.append(float(value))
+    if values[1] == values[0] and values[2] != values[0]:
+        return True
+    if values[1] != values[0] and values[2] != values[0]:
+        return False
+    raise StrategyError(
+        f"model: {type(model).__name__}.loss_function does not depend on the label of each position, which cp needs"
+    )
+
+
+def divides_by_number(loss: Callable[..., Any], model: Any) -> bool:
+    """Return whether a loss of transformers divides by ``num_items_in_batch``, by trying."""
+    size = getattr(model.config.get_text_config(), "vocab_size", None) or 2
+    logits, labels = torch.zeros(1, 4, size, dtype=torch.float32), torch.tensor([[0, 1, 0, 1]])
+    try:
+        values = [
+            float(loss(logits=logits.clone(), labels=labels, vocab_size=size, num_items_in_batch=torch.tensor(number)))
+            for number in (1, 2)
+        ]
+    except TypeError:  # it does not know the number
+        return False
+    return values[0] != values[1]
+
+
+def rule_of(function: Callable[..., Tensor], window: int | None) -> Rule:
+    """Return the rule that a mask function of transformers has, by trying.
+
+    Args:
+        function: gives whether position ``query`` attends to ``key``, from numbers of sample, head, query and key.
+        window: the size of a sliding window, if there is one.
+
+    Raises:
+        StrategyError: it has none of those that there are.
+    """
+    with with_values():
+        points = list(range(12)) + ([] if window is None else [window + i for i in range(-3, 16)])
+        at = torch.tensor(sorted({point for point in points if point >= 0}), device="cpu")
+        zero = torch.zeros(1, 1, dtype=torch.long, device="cpu")
+        try:
+            found = function(zero, zero, at[:, None], at[None]).expand(len(at), len(at))
+        except (RuntimeError, IndexError):  # it looks up what belongs to these positions of the batch
+            found = torch.empty(0)
+        rules = [CAUSAL, FULL, *([] if window is None else [Rule(True, window), Rule(False, window)])]
+        known = next((rule for rule in rules if torch.equal(found, rule.allows(at[:, None], at[None]))), None)
+    if known is None:
+        raise StrategyError(
+            "model: has a mask of its own, cp has causal and full attention, with sliding windows, padding and documents"
+        )
+    return known
+
+
+def _mask(*args: Any, mask_function: Any = None, local_size: int | None = None, **kwargs: Any) -> Mask:
+    """What transformers asks for in place of a mask tensor; attention layers get it as it is."""
+    return _running[-1].mask(rule_of(mask_function, local_size))
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' interface has it; gives (samples, positions, heads, width)."""
+    name = f"model: {type(module).__name__}"
+    unknown = [
+        key for key, value in kwargs.items() if value is not None and value is not False and key not in _HARMLESS
+    ]
+    if unknown:
+        raise StrategyError(f"{name}: calls attention with {unknown[0]}, which cp does not have")
+    attention = _attention_of[module]
+    mask = attention_mask
+    if mask is None:
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        mask = attention.mask(CAUSAL if causal else FULL)
+    elif not isinstance(mask, Mask):
+        raise StrategyError(f"{name}: has a mask of its own, of type {type(mask).__name__}, which cp does not have")
+    found = attention(query, key, value, mask, scaling, dropout, name)
+    return found.transpose(1, 2).contiguous(), None
+
+
+@functools.cache
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _mask)
+
+
+@functools.lru_cache(maxsize=16)
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+# Interception: calls of ``scaled_dot_product_attention`` in a model become attention over all processes.
+
+
+_NAME = "model: scaled_dot_product_attention"
+_CALL = inspect.Signature(
+    [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+        for name, default in (
+            ("query", inspect.Parameter.empty), ("key", inspect.Parameter.empty), ("value", inspect.Parameter.empty),
+            ("attn_mask", None), ("dropout_p", 0.0), ("is_causal", False), ("scale", None), ("enable_gqa", False),
+        )
+    ]
+)  # fmt: skip
+_SDPA: Any = functional.scaled_dot_product_attention
+
+
+class Interception(TorchFunctionMode):
+    """Context in which attention goes over all processes, in forward, and in backward where forward is repeated.
+
+    Args:
+        attention: what to call.
+
+    Attributes:
+        calls: number of calls of ``scaled_dot_product_attention``.
+        losses: the arguments of ``cross_entropy`` and ``nll_loss``, with their names, while a check watches; None: they are not kept.
+    """
+
+    def __init__(self, attention: SequenceAttention) -> None:
+        super().__init__()
+        self._attention = attention
+        self.calls = 0
+        self.losses: list[tuple[str, dict[str, Any]]] | None = None
+
+    @contextmanager
+    def everywhere(self) -> Iterator[None]:
+        """Context with this mode, also where backward repeats forward for activation checkpointing."""
+        with repeating_in(lambda: (nullcontext(), self)), self:
+            yield
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _SDPA and not self._attention.is_local:
+            return self._attend(*args, **kwargs)
+        if func is functional.multi_head_attention_forward:
+            return self._multi_head(func, args, kwargs)
+        if func in (functional.cross_entropy, functional.nll_loss) and self.losses is not None:
+            self.losses.append((func.__name__, inspect.signature(func).bind(*args, **kwargs).arguments))
+        return func(*args, **kwargs)
+
+    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.calls += 1
+        call = _CALL.bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        query = given["query"]
+        if given["attn_mask"] is not None:
+            raise StrategyError(
+                f"{_NAME}: has a mask of shape {tuple(given['attn_mask'].shape)} for this process's positions only; with cp give "
+                "is_causal=True or no mask"
+            )
+        tensors = [query, given["key"], given["value"]]
+        if query.ndim == 3:  # (samples, positions, width)
+            tensors = [tensor.unsqueeze(1) for tensor in tensors]
+        elif query.ndim != 4:
+            raise StrategyError(
+                f"{_NAME}: queries of shape {tuple(query.shape)}, cp needs (samples, heads, positions, width)"
+            )
+        mask = self._attention.mask(CAUSAL if given["is_causal"] else FULL)
+        query, key, value = tensors
+        found = self._attention(query, key, value, mask, given["scale"], given["dropout_p"], _NAME)
+        return found.squeeze(1) if given["query"].ndim == 3 else found
+
+    def _multi_head(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """``nn.MultiheadAttention``: the calls inside of such a function are not intercepted by themselves."""
+        if kwargs.get("need_weights", True):
+            raise StrategyError(
+                "model: MultiheadAttention computes its weights by hand with need_weights=True; with cp give need_weights=False"
+            )
+        with _replaced(self._attend):
+            return func(*args, **kwargs)
+
+
+each_process_has(functional, "scaled_dot_product_attention")
+
+
+@contextmanager
+def _replaced(attend: Callable[..., Tensor]) -> Iterator[None]:
+    setattr(functional, "scaled_dot_product_attention", attend)  # noqa: B010 - mypy knows it as a function
+    try:
+        yield
+    finally:
+        setattr(functional, "scaled_dot_product_attention", _SDPA)  # noqa: B010
