@@ -293,7 +293,10 @@ class DDPStrategy(Strategy):
 
     def keep_own_buffers(self) -> None:
         """See Strategy; DistributedDataParallel would broadcast rank 0's before every forward."""
-        if isinstance(self._model, DistributedDataParallel) and "broadcast_buffers" not in self.config.wrapper_arguments():
+        if (
+            isinstance(self._model, DistributedDataParallel)
+            and "broadcast_buffers" not in self.config.wrapper_arguments()
+        ):
             self._model.broadcast_buffers = False
 
     def explain(self, error: BaseException) -> str | None:

@@ -60,7 +60,7 @@ mmpretrain stands apart: beside pycocotools it imports parts of transformers tha
 MMCV = "mmcv==2.1.0"
 OPTIONS = "-O1 -g0"
 """The compiler's."""
-MINUTES = 10
+MINUTES = 30
 """The limit for one command."""
 
 ONE, TWO = 4, 2
