@@ -2,8 +2,8 @@ _base_ = "mmseg::pspnet/pspnet_r18-d8_4xb2-80k_cityscapes-512x1024.py"
 
 norm_cfg = dict(type="BN")  # torch's SyncBatchNorm needs an accelerator
 head = dict(norm_cfg=norm_cfg, dropout_ratio=0.0)
-# Without the scale 1: normalising the two values of a batch on one of two processes makes 5e-4 of a last bit in the weights, under
-# MMEngine's DDP too.
+# Without the scale 1, where torch's convolution rounds by how weights lie in memory (which is another way under ZeRO), and the
+# norm after it has two values on each of two processes: MMEngine's DDP differs from itself by 5e-4 if one bit of its weights does.
 scales = (2, 3, 6)
 model = dict(
     data_preprocessor=dict(size=(64, 64)),
