@@ -138,6 +138,7 @@ def compile_mmcv(to: Path) -> None:
     command("c++", "c++", *OPTIONS.split(), *as_in_setup, *folders, "-x", "c++-header", str(header))
     flags = {"MMCV_WITH_OPS": "1", "CFLAGS": f"{OPTIONS} -include {header}", **old}
     pip("install", "--no-deps", "--no-build-isolation", "--target", str(to), str(source), **flags)
+    shutil.rmtree(work)
 
 
 class Case:
