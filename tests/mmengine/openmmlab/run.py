@@ -114,14 +114,14 @@ def install(name: str) -> Path:
 
 
 def compile_mmcv(to: Path) -> None:
-    """Compile mmcv's operations for the CPU, which mmdetection and mmsegmentation import; it takes ten minutes and more.
+    """Compile mmcv's operations for the CPU, which mmdetection and mmsegmentation import; it takes five minutes and more.
 
     Its setup.py needs pkg_resources, which setuptools has no more, and asks for C++17, which torch's headers take no more.
     A file of it takes the compiler 2 seconds, torch's headers 25: these are compiled first, once for all files.
     """
     from torch.utils.cpp_extension import include_paths  # which warns where there is no CUDA
 
-    print(f"compiling {MMCV}, which takes ten minutes or more", flush=True)
+    print(f"compiling {MMCV}, which takes five minutes or more", flush=True)
     work = FOLDER / "mmcv"
     pip("install", "--target", str(work / "setuptools"), "setuptools<81", "wheel")
     old = {"PYTHONPATH": str(work / "setuptools")}
