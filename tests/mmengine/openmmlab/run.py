@@ -320,8 +320,15 @@ class Case:
         """Compare the metrics of a run with those of another."""
         found = self.metrics(title)
         print(f"  {title}: metrics {found}")
-        if found.keys() != expected.keys() or not all(
-            math.isclose(found[key], expected[key], abs_tol=1e-3) or math.isnan(expected[key]) for key in found
+        if (
+            not found
+            or found.keys() != expected.keys()
+            or not all(
+                math.isclose(found[key], expected[key], abs_tol=1e-3)
+                or math.isnan(found[key])
+                and math.isnan(expected[key])
+                for key in found
+            )
         ):
             raise Failed(f"{title}: metrics {found}, expected {expected}")
 
