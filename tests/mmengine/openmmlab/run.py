@@ -320,16 +320,12 @@ class Case:
         """Compare the metrics of a run with those of another."""
         found = self.metrics(title)
         print(f"  {title}: metrics {found}")
-        if (
-            not found
-            or found.keys() != expected.keys()
-            or not all(
-                math.isclose(found[key], expected[key], abs_tol=1e-3)
-                or math.isnan(found[key])
-                and math.isnan(expected[key])
-                for key in found
-            )
-        ):
+        alike = found.keys() == expected.keys() and all(
+            math.isclose(found[key], expected[key], abs_tol=1e-3)
+            or (math.isnan(found[key]) and math.isnan(expected[key]))
+            for key in found
+        )
+        if not found or not alike:
             raise Failed(f"{title}: metrics {found}, expected {expected}")
 
     def compare_losses(self, title: str, expected: list[float]) -> None:
