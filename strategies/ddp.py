@@ -291,6 +291,14 @@ class DDPStrategy(Strategy):
             return NOTHING
         return self._model.no_sync()
 
+    def keep_own_buffers(self) -> None:
+        """See Strategy; DistributedDataParallel would broadcast rank 0's before every forward."""
+        if (
+            isinstance(self._model, DistributedDataParallel)
+            and "broadcast_buffers" not in self.config.wrapper_arguments()
+        ):
+            self._model.broadcast_buffers = False
+
     def explain(self, error: BaseException) -> str | None:
         """See Strategy."""
         text = str(error)

@@ -143,11 +143,17 @@ class CanonicalState(ProcessEnvironment):
         persistent = self.module.state_dict(keep_vars=True).keys()
         return {name: buffer for name, buffer in self.module.named_buffers() if name in persistent}
 
+    def keep_own_buffers(self) -> None:
+        """Let running statistics follow what each process trains on, unless an option says otherwise; before training.
+
+        Their means over the processes then stand for all data. Most strategies do so anyway.
+        """
+
     def share_buffers(self) -> None:
         """Give every process the floating-point buffers of the first data shard; a collective, before evaluation.
 
         Running statistics depend on a process's training data. With different ones, metrics would depend on which
-        process evaluates which sample; therefore DistributedDataParallel broadcasts rank 0's before every forward.
+        process evaluates which sample.
         """
         self.topology.data.share(floating_buffers(self.module))
 

@@ -392,6 +392,7 @@ class AdaptedRunner(Native):
         if self._model is None:
             super()._setup_model()
             use_device(self.strategy.module, self.strategy.device)
+            self.strategy.keep_own_buffers()  # as under MMEngine's runner
 
     def _build_eval_loop(self, loop: Any, mode: str) -> BaseLoop:
         with in_scope(self._scope):

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mmengine.hooks
 import torch
@@ -20,9 +20,14 @@ from torch import nn
 from ..core.base.config import check_call
 from ..core.base.errors import ConfigError, nearest, suggest
 from ..core.base.registry import HOOKS as OURS
+from ..core.device.precision import running_statistics
 from ..core.model.base_model import BaseTTAModel
 from ..runner.hooks import POINTS, Hook
+from ..runner.hooks.ema import local_part
 from .registries import built_by, factory, find, found_in_scope, is_mmengines, refuse_unknown, translated, without
+
+if TYPE_CHECKING:
+    from ..runner.run import Run
 
 # MMEngine's models for test-time augmentation as models of flextrain.
 
@@ -88,6 +93,21 @@ _INSTEAD = {
 _SAME_UNLESS: dict[str, dict[str, Any]] = {
     "mmpretrain.engine.hooks.ema_hook.EMAHook": {"evaluate_on_ema": True, "evaluate_on_origin": False},
 }
+
+
+class SyncNormHook(Hook):
+    """The projects' hook of this name, for parameters in any layout: before validation, statistics of norms become their means."""
+
+    def before_val_epoch(self, runner: Run) -> None:
+        """See the class; parameters are equal already."""
+        found = running_statistics(runner.strategy.module).values()
+        runner.strategy.topology.data.average([local_part(one) for one in found if one.is_floating_point()])
+
+
+# Hooks of projects that take the whole of every tensor.
+_OWN = dict.fromkeys(
+    (f"{project}.engine.hooks.sync_norm_hook.SyncNormHook" for project in ("mmdet", "mmpose")), SyncNormHook
+)
 
 
 class AdaptedHook(Hook):
@@ -178,7 +198,10 @@ def adapted_hook(cfg: Any, where: str) -> Any:
         refuse_unknown(given["type"], HOOKS, OURS, f"{where}.type")
         return without(given)
     ours = without(given)
-    for key, value in _SAME_UNLESS.get(f"{getattr(found, '__module__', None)}.{name}", {}).items():
+    path = f"{getattr(found, '__module__', None)}.{name}"
+    if path in _OWN:
+        return {**ours, "type": _OWN[path]}
+    for key, value in _SAME_UNLESS.get(path, {}).items():
         if ours.pop(key, value) != value:
             raise ConfigError(f"{where}.{key}: {given[key]!r} is not allowed, flextrain's {name} has it always {value}")
         found = getattr(mmengine.hooks, name)

@@ -63,13 +63,18 @@ class EmptyCacheHook(Hook):
 class SyncBuffersHook(Hook):
     """Replaces floating-point buffers by their mean over the processes after every training epoch.
 
-    Loops without epochs do this before every validation.
+    Loops without epochs do this before every validation. Until then each process's buffers follow its own data, unless
+    the strategy has ``broadcast_buffers=True``. A checkpoint in the middle of an epoch has those of the first process.
     """
 
     priority = "NORMAL"
 
     def __init__(self) -> None:
         self._is_fresh = False
+
+    def before_train(self, runner: Run) -> None:
+        """Let the buffers of processes differ until they are averaged."""
+        runner.strategy.keep_own_buffers()
 
     def after_train_epoch(self, runner: Run) -> None:
         """Average the buffers; the validation that follows need not do it again."""

@@ -25,7 +25,7 @@ from ...core.base.trees import tree_map_only
 from ...core.comm import collectives as dist
 from ...core.comm.collectives import share_weights
 from ...core.comm.topology import DataShard
-from ...core.device.precision import PrecisionReport, running_statistics
+from ...core.device.precision import PrecisionReport
 from ...core.model.base_model import BaseModel
 from ...core.torch_compat.dtensor_private import (
     chunks_on_demand,
@@ -468,8 +468,6 @@ class FSDPStrategy(Strategy):
         self._gradient_hooks += settle_gradients(self._whole)
         for root in roots:
             root.register_forward_hook(self._leave_root, always_call=True)
-            if running_statistics(root) and self.topology.data.count > 1:
-                root.register_forward_pre_hook(self._share_buffers)
         return model
 
     def _keep_order(self, roots: Sequence[nn.Module], names: dict[int, str], data: DataShard) -> None:
@@ -643,13 +641,6 @@ class FSDPStrategy(Strategy):
         elif not torch.is_grad_enabled():
             for unit in (*self._units, root):
                 cast(FSDPModule, unit).reshard()
-
-    def _share_buffers(self, module: nn.Module, args: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            found = running_statistics(module).values()  # DTensors under tensor parallelism, whole on each process
-            # A pipeline runs forward several times before backward, and batch normalisation saves its statistics for that.
-            # Backward does not use them in training; without .data it would raise, because they were written to.
-            self.topology.data.share([(one.to_local() if isinstance(one, DTensor) else one).data for one in found])
 
     # State
 

@@ -426,6 +426,51 @@ def test_hooks_run_in_the_order_of_their_priorities(tmp_path: Path) -> None:
     assert order == ["first", "last"]
 
 
+class SyncNormHook(Hook):
+    """Has the name of mmdetection's, which cannot read parameters that are sharded."""
+
+    __module__ = "mmdet.engine.hooks.sync_norm_hook"
+
+    def before_val_epoch(self, runner: Any) -> None:
+        raise AssertionError("flextrain has its own")
+
+
+class Normalised(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, inputs: Any, data_samples: Any = None, mode: str = "tensor") -> Any:
+        return super().forward(self.norm(torch.stack(inputs)), data_samples, mode)
+
+
+def means_after_validation(folder: str, strategy: str) -> list[float]:
+    in_order = dict(batch_size=2, dataset=samples(), sampler=dict(type="DefaultSampler", shuffle=False))
+    given = arguments(
+        Path(folder), model=Normalised(), train_dataloader=in_order, custom_hooks=[dict(type=SyncNormHook)]
+    )
+    runner = FlexibleRunner(**given, **validation(), strategy=dict(type=strategy))
+    runner.train()
+    found = runner.strategy.module.norm.running_mean.tolist()
+    runner.strategy.teardown()
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["DDPStrategy", "FSDPStrategy"])
+def test_statistics_of_norms_become_means_before_validation(
+    tmp_path: Path, workers2: WorkerGroup, strategy: str
+) -> None:
+    """As under MMEngine's runner, where each process has followed its own samples until then."""
+    norms = [nn.BatchNorm1d(3), nn.BatchNorm1d(3)]
+    for rank, norm in enumerate(norms):
+        for first in (rank, rank + 4):
+            norm(torch.tensor([[float(first)] * 3, [first + 2.0] * 3]))
+    expected = torch.stack([norm.running_mean for norm in norms]).mean(0).tolist()
+    for found in workers2.run(means_after_validation, str(tmp_path), strategy):
+        assert found == pytest.approx(expected)
+
+
 def test_hooks_read_the_run(tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 

@@ -186,13 +186,16 @@ NORMALISED: dict[str, Any] = dict(
 
 
 def validated(folder: str, strategy: dict[str, Any], more: list[Any], **changes: Any) -> dict[str, Any]:
-    """Statistics before validation and in each of its forwards, and its metrics."""
-    own, metrics = Statistics(), Metrics()
-    runner = make_runner(folder, **NORMALISED, strategy=strategy, custom_hooks=[own, metrics, *more], **changes)
+    """Statistics before validation and in each of its forwards, its metrics, and the statistics of what was trained on."""
+    own, metrics, watch = Statistics(), Metrics(), Watch()
+    runner = make_runner(folder, **NORMALISED, strategy=strategy, custom_hooks=[own, metrics, watch, *more], **changes)
     runner.train()
     seen = runner.strategy.module.seen
     runner.strategy.teardown()
-    return {"own": own.own, "seen": seen, "metrics": metrics.seen}
+    alone = nn.BatchNorm1d(6)
+    for indices in watch.trained:
+        alone(NORMALISED["train_dataloader"]["dataset"].x[indices])
+    return {"own": own.own, "seen": seen, "metrics": metrics.seen, "alone": statistics(alone)}
 
 
 @pytest.mark.parametrize(
@@ -217,12 +220,17 @@ def test_all_processes_evaluate_with_the_statistics_of_one(
     assert first["metrics"] == second["metrics"] == [pytest.approx(alone.val(), rel=1e-6)]
 
 
-def test_averaged_statistics_stay_so_in_evaluation(tmp_path: Path, workers2: WorkerGroup) -> None:
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(DDP, id="ddp"), pytest.param(FSDP, id="fsdp"), with_zero(ZERO[2], name="zero2")]
+)
+def test_evaluation_has_the_means_of_what_processes_trained_on(
+    tmp_path: Path, workers2: WorkerGroup, strategy: dict[str, Any]
+) -> None:
     iterations = dict(train_cfg=dict(by_epoch=False, max_iters=3, val_interval=3))
-    first, second = workers2.run(validated, str(tmp_path), FSDP, [dict(type="SyncBuffersHook")], **iterations)
-    assert first["own"] != second["own"], "each has seen other samples"
-    means = [(a + b) / 2 for a, b in zip(first["own"], second["own"], strict=True)]
-    assert first["seen"][0] == second["seen"][0] == pytest.approx(means, rel=1e-6)
+    first, second = workers2.run(validated, str(tmp_path), strategy, [dict(type="SyncBuffersHook")], **iterations)
+    means = [(a + b) / 2 for a, b in zip(first["alone"], second["alone"], strict=True)]
+    assert first["seen"][0] == second["seen"][0] == pytest.approx(means, rel=1e-5)
+    assert first["alone"] != pytest.approx(means, rel=1e-2), "each has seen other samples"
 
 
 class InitialisedByRunner(Net, BaseModel):

@@ -1,7 +1,11 @@
 _base_ = "mmdet::retinanet/retinanet_r18_fpn_1x_coco.py"
 
 metainfo = dict(classes=("person", "bicycle"))
-model = dict(backbone=dict(init_cfg=None), bbox_head=dict(num_classes=2))
+model = dict(
+    backbone=dict(init_cfg=None),
+    bbox_head=dict(num_classes=2),
+    test_cfg=dict(score_thr=0.0),  # otherwise nothing is found, and there are no metrics
+)
 pipeline = [
     dict(type="LoadImageFromFile"),
     dict(type="LoadAnnotations", with_bbox=True),
