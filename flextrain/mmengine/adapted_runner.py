@@ -28,7 +28,7 @@ from ..core.config_files import located
 from ..core.model.base_model import add_base_model
 from ..runner.config import ELSEWHERE
 from ..runner.data.user_loaders import length_of
-from ..runner.hooks import Hook
+from ..runner.hooks import Hook, get_priority
 from ..runner.loops.base import BaseLoop
 from ..runner.parts import build_model
 from ..runner.reporting import MessageHub
@@ -332,7 +332,7 @@ class AdaptedRunner(Native):
         """Add a hook, MMEngine's or flextrain's, after those of the same priority."""
         adapted = adapted_hook(hook, "hook")
         if isinstance(adapted, AdaptedHook):
-            checked = adapted.priority
+            checked = get_priority(adapted.priority)
             with in_scope(self._scope):
                 adapted.build()
             priority = adapted.priority if priority == checked else priority  # a constructor may choose another

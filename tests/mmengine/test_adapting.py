@@ -420,10 +420,21 @@ def test_hooks_run_in_the_order_of_their_priorities(tmp_path: Path) -> None:
         def before_train(self, runner: Any) -> None:
             order.append("last")
 
-    runner = FlexibleRunner(**arguments(tmp_path, custom_hooks=[dict(type=Last, priority=91)]))
+    class AfterMost(Hook):
+        priority = "VERY_LOW"
+
+        def before_train(self, runner: Any) -> None:
+            order.append("after")
+
+    class Before(Hook):
+        def before_train(self, runner: Any) -> None:
+            order.append("before")
+
+    hooks = [dict(type=AfterMost), dict(type=Before), dict(type=Last, priority=91)]
+    runner = FlexibleRunner(**arguments(tmp_path, custom_hooks=hooks))
     runner.register_hook(First())
     runner.train()
-    assert order == ["first", "last"]
+    assert order == ["first", "before", "after", "last"]
 
 
 class SyncNormHook(Hook):
