@@ -49,14 +49,14 @@ class Forward:
     """A forward of the module whose units are followed.
 
     Attributes:
-        key: forwards of different kinds have orders of their own.
+        key: forwards of different kinds have orders of their own: with or without gradients, in training or not, and of which stage.
         known: the units that processes came to in such forwards; None: nothing is known, or this process has left that order.
         calls: so far.
         differs: processes called different units.
         incomplete: number of calls that backward has not completed, while it runs.
     """
 
-    key: Hashable
+    key: tuple[bool, bool, Hashable]
     known: list[int] | None
     calls: list[UnitCall] = field(default_factory=list)
     differs: bool = False
@@ -73,7 +73,8 @@ class GatheringOrder:
     """Finds a process that calls other units than the others, before it gathers one that nobody else does.
 
     In the first forward of a kind the processes tell each other at every unit which one they come to, and learn the order. Afterwards
-    each follows it by itself, and one that leaves it waits for the others to tell.
+    each follows it by itself, to the end of the forward or to a unit that is waited for, where all tell again; one that leaves it
+    tells that, and waits until the others do.
 
     Args:
         root: the module that is called.
@@ -83,6 +84,7 @@ class GatheringOrder:
         group: from ``message_group``.
         hidden: applied to hooks, which a compiler must not see.
         stage: returns what of the model is called now, where that is not all of it.
+        waits: whether a process that gathers this unit alone waits for the others, and cannot tell them at the end.
     """
 
     advice = ""
@@ -96,11 +98,13 @@ class GatheringOrder:
         group: Any,
         hidden: Callable[[Any], Any] = lambda hook: hook,
         stage: Callable[[], Hashable] = lambda: None,
+        waits: Callable[[nn.Module], bool] = lambda unit: False,
     ) -> None:
         inner = {id(part) for unit in units.values() for part in unit.modules() if part is not unit}
         outermost = {name: unit for name, unit in units.items() if id(unit) not in inner}
         self._names, self._units = list(outermost), list(outermost.values())
         self._data, self._rank, self._group, self._stage = data, rank, group, stage
+        self._told = {number for number, unit in enumerate(self._units) if waits(unit)} | {len(self._units)}
         self._orders: dict[Hashable, list[int]] = {}
         self._forward: Forward | None = None
         self._count = 0
@@ -141,28 +145,32 @@ class GatheringOrder:
     def _go_to(self, number: int, forward: Forward) -> None:
         """Make sure that all processes come to this unit now; the number after the last unit is the end."""
         if forward.known is not None:
-            if [*forward.known, len(self._units)][len(forward.calls)] == number:
+            if self._known_at(len(forward.calls), forward.known) != number:
+                forward.known = None
+            elif number not in self._told:
                 return
-            forward.known = None
-        others = [other for _, _, other in self._tell(number, forward)]
-        if (first := min(others)) != number:
-            raise StrategyError(
-                f"model.{self._names[first]}: rank {self._rank} does not call it in forward {self._count}, where other processes do; "
-                f"{self.advice}"
-            )
-        if max(others) != number:
-            raise self._disagreement(number)
+        others = [other for (other,) in self._tell(number, forward)]
+        if (last := max(others)) != (first := min(others)):
+            raise self._departure(self._data.ranks[others.index(last)], last, first)
+
+    def _known_at(self, position: int, known: Sequence[int]) -> int:
+        return known[position] if position < len(known) else len(self._units)
 
     def _tell(self, number: int, forward: Forward, *more: int) -> list[list[int]]:
-        """Tell the other processes to which unit this one comes; return what each of them tells."""
-        message = [self._count, len(forward.calls), number, *more]
+        """Tell the other processes to which unit this one comes, and more; return what each of them tells."""
+        head = [self._count, *map(int, forward.key[:2])]
+        message = [*head, len(forward.calls), number, *more]
         try:
             found = self._exchange(message)
         except RuntimeError as error:
             raise self._disagreement(number) from error
-        if any(other[:2] != message[:2] for other in found):
+        if any(other[:3] != head for other in found):
             raise self._disagreement(number)
-        return found
+        if any(other[3] != len(forward.calls) for other in found):
+            left = min(range(len(found)), key=lambda i: found[i][3])
+            known = self._known_at(found[left][3], self._orders.get(forward.key, ()))
+            raise self._departure(self._data.ranks[left], found[left][4], known)
+        return [other[4:] for other in found]
 
     def _exchange(self, message: Sequence[int]) -> list[list[int]]:
         box = torch.tensor(message, device="cpu")
@@ -170,10 +178,22 @@ class GatheringOrder:
         torch_dist.all_gather(boxes, box, self._group)
         return [one.tolist() for one in boxes]
 
-    def _disagreement(self, own: int) -> StrategyError:
-        said = f"calls {self._names[own]}" if own < len(self._names) else "is at the end"
+    def _departure(self, rank: int, own: int, others: int) -> StrategyError:
+        """The error where a process has come to another unit, or the end, than others."""
+        if own == others:
+            return self._disagreement(own)
+        they = f"call {self._names[others]}" if others < len(self._names) else "are at the end"
         return StrategyError(
-            f"model: rank {self._rank} {said} in forward {self._count}, where other processes call other modules, in another "
+            f"model.{self._names[min(own, others)]}: rank {rank} {self._doing(own)} in forward {self._count}, where other processes "
+            f"{they}; {self.advice}"
+        )
+
+    def _doing(self, number: int) -> str:
+        return f"calls {self._names[number]}" if number < len(self._names) else "is at the end"
+
+    def _disagreement(self, own: int) -> StrategyError:
+        return StrategyError(
+            f"model: rank {self._rank} {self._doing(own)} in forward {self._count}, where other processes call other modules, in another "
             f"order or more often; {self.advice}"
         )
 
@@ -218,11 +238,11 @@ class UnitOrder(GatheringOrder):
         while not is_known:
             own = [(call.unit, call.is_passed_by, call.has_backward) for call in forward.calls]
             found = self._tell(number, forward, hash(tuple(own)))
-            first = min(other for _, _, other, _ in found)
+            first = min(other for other, _ in found)
             if first == number:
                 is_known = True
                 if number == len(self._units):
-                    self._agree(forward, are_equal=len({calls for *_, calls in found}) == 1)
+                    self._agree(forward, are_equal=len({calls for _, calls in found}) == 1)
             else:
                 self._pass_by(forward, first)
 

@@ -104,6 +104,11 @@ def gathering_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {n: m for n, m in found.items() if m in leaves or any(True for _ in m.parameters(recurse=False))}
 
 
+def is_gathered_on_use(module: nn.Module) -> bool:
+    """Return whether stage 3 gathers a parameter of the module when it is called: the small ones stay whole."""
+    return any(is_partitioned(parameter) and not parameter.ds_persist for parameter in module.parameters())
+
+
 def gather_small(parameters: Iterable[Any]) -> None:
     """Gather again, from their shards, those of stage 3 that stay whole because they are small; a collective."""
     whole = [p for p in parameters if is_partitioned(p) and p.ds_persist and p.ds_status.name == "AVAILABLE"]

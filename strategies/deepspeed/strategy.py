@@ -379,7 +379,10 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
             group = message_group(self.topology.data, float(self.config.timeout_s))
             hidden = torch.compiler.disable if self.config.compile else lambda hook: hook
             modules = engine_internals.gathering_modules(model)
-            _LayerOrder(model, modules, self.topology.data, self.topology.rank, group, hidden)
+            data, rank = self.topology.data, self.topology.rank
+            # On an accelerator a process goes on while a gathering waits.
+            waits = engine_internals.is_gathered_on_use if self.device.type == "cpu" else lambda unit: False
+            _LayerOrder(model, modules, data, rank, group, hidden, waits=waits)
             if self._wrapper:
                 alike = UsedAlike(self._engine.optimizer, model, self.topology.data, self.device)
                 self._gradient_hooks += alike.handles
