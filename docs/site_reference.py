@@ -11,7 +11,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from flextrain.cli import COMMANDS, main
-from flextrain.tools.reference import Argument, Entry, groups
+from flextrain.reference.catalogue import groups
+from flextrain.reference.entry import Argument, Entry
 
 TITLES = {
     "strategies": "Strategies",

@@ -160,7 +160,7 @@ def test_deepspeed_missing(tmp_path: Path, bare_python: str) -> None:
 
 THEIRS = """
 from flextrain import DDPStrategy
-from flextrain.strategies.requirements import Needs
+from flextrain.strategies.config import Needs
 
 class Theirs(DDPStrategy):
     short_names = {"theirs": {}, "theirs-static": {"static_graph": True}}

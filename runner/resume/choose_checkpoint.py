@@ -175,7 +175,7 @@ def newest_checkpoint(run: Run) -> Path | None:
         except CheckpointError as error:
             wrong = str(error)
         except OSError as error:
-            wrong = f"{error.filename or folder}: cannot be read, {error.strerror or error}"
+            wrong = str(_unreadable(error, folder))
     # The path is sent as text, because not every path-like object can be pickled.
     name, wrong = broadcast_object((found and str(found), wrong))
     if wrong:
@@ -208,15 +208,22 @@ def newest_of_both_tiers(run: Run) -> tuple[Path | None, str]:
     return ordinary, f"Of both tiers {ordinary} is resumed, with iteration {reached}: {fast} has {iteration}"
 
 
+def _unreadable(error: OSError, folder: Path | str) -> CheckpointError:
+    return CheckpointError(f"{error.filename or folder}: cannot be read, {error.strerror or error}")
+
+
 def _of_mmengine(folder: Path) -> Path | None:
     """Return the newest checkpoint that MMEngine's runner saved in a folder, if there is one."""
     if not is_local(folder) or not folder.is_dir():
         return None
     note = folder / "last_checkpoint"
-    named = folder / Path(note.read_text(errors="replace").strip()).name if note.is_file() else folder
-    if named != folder and named.exists():
-        return named
-    numbers = {path: _SAVED.fullmatch(path.name) for path in folder.glob("*.pth")}
+    try:
+        named = folder / Path(note.read_text(errors="replace").strip()).name if note.is_file() else folder
+        if named != folder and named.exists():
+            return named
+        numbers = {path: _SAVED.fullmatch(path.name) for path in folder.glob("*.pth")}
+    except OSError as error:
+        raise _unreadable(error, folder) from error
     found = [(match[1], int(match[2]), path) for path, match in numbers.items() if match]
     return max(found)[-1] if found else None
 

@@ -170,7 +170,7 @@ def test_what_is_kept_for_the_next_save_does_not_hold_for_another_state(
 def test_the_interpreter_waits_for_it(tmp_path: Path) -> None:
     script = """
         import sys, time, torch
-        from flextrain.core.checkpoint.save import saving
+        from flextrain.core.checkpoint import save as saving
         write = saving.write_shard
         def slow(*args):
             time.sleep(0.5)

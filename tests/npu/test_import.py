@@ -38,7 +38,7 @@ for module in pkgutil.walk_packages(flextrain.__path__, "flextrain."):
     if not module.name.endswith("__main__") and "mmengine" not in module.name:
         importlib.import_module(module.name)
 from flextrain import OPTIMIZERS, STRATEGIES, NPUStrategy, OptimWrapper
-from flextrain.core.device import DEVICES
+from flextrain.core.device.device import DEVICES
 assert "NpuFusedAdamW" in list(OPTIMIZERS) and "NPUStrategy" in list(STRATEGIES) and "npu" in DEVICES
 NPUStrategy(compile_mode="jit", matmul_hf32=True)
 OptimWrapper(dict(type="AdamW"))

@@ -53,7 +53,7 @@ def test_the_example_shards_over_two_of_them(simulated_npu: Path, tmp_path: Path
 ENTRY_POINT = """
 import sys
 from flextrain import DDPStrategy, DeviceSpec
-from flextrain.core.device import DEVICES
+from flextrain.core.device.device import DEVICES
 assert "my_package" not in sys.modules
 for device in ("toy", None):
     strategy = DDPStrategy(device=device)

@@ -109,6 +109,8 @@ WRAPPER = {
     "has_stepped": _FACT,
     "is_built": _FACT,
     "spread": "a strategy calls it whose processes hold different parameters",
+    "register_backward_pre_hook": "strategies call it that look after gradient hooks of users",
+    "send_last": "the strategy calls it where gradient hooks of users come after DeepSpeed's own",
     "register_step_pre_hook": "strategies and users call it to add something, with several processes",
 }
 NEVER_CALLED = ("initialize_count_status", "state_dict", "load_state_dict")

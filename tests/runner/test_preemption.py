@@ -612,8 +612,8 @@ if __name__ == "__main__":
 
 AGAIN = """
 import atexit, os, signal
-from flextrain.runner import signals
-from flextrain.runner.termination import Terminated
+from flextrain.runner.health import signals
+from flextrain.runner.health.termination import Terminated
 
 class Run:
     is_needed = True

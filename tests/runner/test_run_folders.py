@@ -228,7 +228,7 @@ def test_a_failed_run_leaves_the_folder_to_others(tmp_path: Path) -> None:
 HOLDS = """
 import os, sys, time
 from pathlib import Path
-from flextrain.core.folder_lock import FolderLock
+from flextrain.core.checkpoint.folders import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 if os.fork() == 0:  # a process that reads data, and is still there for a while
     time.sleep(30)
