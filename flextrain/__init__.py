@@ -104,7 +104,11 @@ _REGISTERING: dict[str, dict[str, tuple[str, ...]]] = {
     "hook": {"runner.hooks": (), "token_rate": ()},
     "loop": {"runner.loops.train": (), "runner.loops.evaluate": ()},
     "reporter": {"runner.reporting": ()},
-    "transform": {"runner.transforms": ()},
+    "transform": {
+        "runner.transforms.freeze": ("Freeze",),
+        "runner.transforms.lora": ("LoRA",),
+        "runner.transforms.torchao": ("Float8Training", "Quantize"),
+    },
     "visualizer": {"runner.reporting": ()},
 }
 REGISTERING_MODULES.update(

@@ -392,5 +392,5 @@ def test_the_names_listed_for_a_module_are_those_it_registers(registry: Registry
         own = {name for name, kind in registry.module_dict.items() if f"{kind.__module__}.".startswith(f"{module}.")}
         own |= {short for short, meant in registry.short_names().items() if meant["type"] in own}
         if listed and registry is OPTIMIZERS:  # found on demand
-            own = {name for name in (*half_precision._HOMES, *half_precision._REFUSED)}
+            own = {*half_precision._HOMES, *half_precision._REFUSED}
         assert not listed or set(listed) == own
