@@ -23,7 +23,6 @@ from ...core.base.tensors import QUANTISERS
 from ...core.hugging_face.pretrained import pretrained_in
 from ...core.model.base_model import BaseTTAModel
 from ...core.model.deferred import LooksAtValues
-from .lora import options_of
 
 # Build the transforms of a run from its argument ``transforms``, before there is a model.
 
@@ -82,6 +81,8 @@ def _built(item: Any, where: str) -> Transform:
     if isinstance(item, nn.Module):
         raise ConfigError(f"{where}: is a module ({type(item).__name__}), give a function that takes the model")
     if type(item).__name__ == "LoraConfig" and type(item).__module__.startswith("peft."):
+        from .lora import options_of
+
         item = {"type": "LoRA", **options_of(item)}
     if not isinstance(item, (str, Mapping)) and not inspect.isclass(item):
         if not callable(item):
