@@ -77,28 +77,42 @@ if TYPE_CHECKING:
     from .strategies.npu import NPUStrategy as NPUStrategy
     from .strategies.single_device import SingleDeviceStrategy as SingleDeviceStrategy
 
+_STRATEGIES = {  # by module: the classes, and the short names they declare
+    "single_device": ("SingleDeviceStrategy", "single"),
+    "ddp": ("DDPStrategy", "ddp"),
+    "fsdp": ("FSDPStrategy", "fsdp"),
+    "deepspeed": ("DeepSpeedStrategy", "zero0", "zero1", "zero2", "zero3"),
+    "mesh": ("MeshStrategy", "mesh"),
+    "npu": ("NPUStrategy", "npu"),
+}
+_DEEPSPEED_OPTIMIZERS = (
+    *("DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLamb", "FusedLion"),
+    *("MuonWithAuxAdam", "OnebitAdam", "OnebitLamb", "ZeroOneAdam"),
+)
+_REGISTERING: dict[str, dict[str, tuple[str, ...]]] = {
+    "model": {"core.model.base_model": ()},
+    "optimizer": {"optim": (), "strategies.deepspeed": _DEEPSPEED_OPTIMIZERS},
+    "optimizer wrapper": {"optim": (), "strategies": (), "strategies.deepspeed": ("DeepSpeedOptimWrapper",)},
+    "optimizer wrapper constructor": {"optim": ()},
+    "parameter scheduler": {"optim.schedulers": ()},
+    "strategy": {"strategies": (), **{f"strategies.{module}": names for module, names in _STRATEGIES.items()}},
+    "function": {"runner.data.collate": ()},
+    "dataset": {"runner.data.dataset_wrappers": (), "data": ()},
+    "sampler": {"runner.data.samplers": ()},
+    "metric": {f"runner.metrics.{name}": () for name in ("torchmetrics", "dump_results", "perplexity")},
+    "evaluator": {"runner.metrics.evaluator": ()},
+    "hook": {"runner.hooks": (), "token_rate": ()},
+    "loop": {"runner.loops.train": (), "runner.loops.evaluate": ()},
+    "reporter": {"runner.reporting": ()},
+    "transform": {
+        "runner.transforms.freeze": ("Freeze",),
+        "runner.transforms.lora": ("LoRA",),
+        "runner.transforms.torchao": ("Float8Training", "Quantize"),
+    },
+    "visualizer": {"runner.reporting": ()},
+}
 REGISTERING_MODULES.update(
-    {
-        "model": (f"{__name__}.core.model.base_model",),
-        "optimizer": (f"{__name__}.optim",),
-        "optimizer wrapper": (f"{__name__}.optim", f"{__name__}.strategies"),
-        "optimizer wrapper constructor": (f"{__name__}.optim",),
-        "parameter scheduler": (f"{__name__}.optim.schedulers",),
-        "strategy": (f"{__name__}.strategies",),
-        "function": (f"{__name__}.runner.data.collate",),
-        "dataset": (f"{__name__}.runner.data.dataset_wrappers", f"{__name__}.data"),
-        "sampler": (f"{__name__}.runner.data.samplers",),
-        "metric": tuple(f"{__name__}.runner.metrics.{name}" for name in ("torchmetrics", "dump_results", "perplexity")),
-        "evaluator": (f"{__name__}.runner.metrics.evaluator",),
-        "hook": (f"{__name__}.runner.hooks", f"{__name__}.token_rate"),
-        "loop": (
-            f"{__name__}.runner.loops.train",
-            f"{__name__}.runner.loops.evaluate",
-        ),
-        "reporter": (f"{__name__}.runner.reporting",),
-        "transform": (f"{__name__}.runner.transforms",),
-        "visualizer": (f"{__name__}.runner.reporting",),
-    }
+    {kind: {f"{__name__}.{module}": names for module, names in found.items()} for kind, found in _REGISTERING.items()}
 )
 
 # tests/test_packaging.py compares this table with the imports above.

@@ -33,7 +33,7 @@ _FIRST = 2  # batch normalisation cannot train on one sample
 _UPDATES = 2  # the second one has activations and the optimizer's state in memory at the same time
 
 
-def with_batch_size(run: Any, dataloader: Any, resumed_from: Any = None) -> Any:
+def with_batch_size(run: Any, dataloader: Mapping[str, Any], resumed_from: Any = None) -> dict[str, Any]:
     """Return the configuration of the training data with a number in place of ``batch_size="auto"``; a collective then.
 
     A run that is resumed goes on with the number of its checkpoint. Otherwise sizes are doubled, and the gap to the first that
@@ -50,8 +50,6 @@ def with_batch_size(run: Any, dataloader: Any, resumed_from: Any = None) -> Any:
         ConfigError: it cannot be found for this run, or one sample does not fit.
         LaunchError: memory was too small on some processes only, while the others waited for them.
     """
-    if not isinstance(dataloader, Mapping) or dataloader.get("batch_size") != AUTO:
-        return dataloader
     run.strategy.meet(f'{_WHERE}="{AUTO}"')
     source, resumed = (resumed_from, True) if resumed_from is not None else find_start(run)
     if source is not None and resumed:

@@ -9,8 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ..core.base.config import check_call, known_keywords, validate
-from ..core.checkpoint import as_path, export_hugging_face
-from ..core.checkpoint.export.files import local_folder
+from ..core.checkpoint import as_path
 from ..core.checkpoint.foreign.download import local_copy, shown
 from ..core.comm.agreement import raising_together
 from ..core.hugging_face.pretrained import Description, describe, pretrained_in
@@ -149,6 +148,9 @@ class Checkpoints(BuildMethods):
             CheckpointError: the model is none of transformers, or the folder holds one already.
             ConfigError: an unknown option.
         """
+        from ..core.checkpoint import export_hugging_face
+        from ..core.checkpoint.export.files import local_folder
+
         check_call(export_hugging_face, options, "export_hugging_face", ("checkpoint", "folder", "config", "averaged"))
         self.strategy.meet("export_hugging_face()")
         self._setup_model()

@@ -38,8 +38,7 @@ from .loops.train import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
 from .metrics.evaluator import check_evaluator
 from .options import FixedOptions, check_options, check_start
 from .reporting import Visualizer, build_log_processor, build_visualizer, check_log_level
-from .transforms.apply import Transform, build_transforms
-from .transforms.torchao import check_left_out
+from .transforms.apply import Transform, build_transforms, check_left_out
 
 _WRAPPING = "give strategy=dict(type=..., {})"
 _IN_CFG = {

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,12 +36,11 @@ from ..optim.schedulers import build_param_schedulers
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict, build_optim_wrapper
 from ..strategies.base import NOTHING, Strategy
-from .auto_batch_size import with_batch_size
 from .config import Checked, doubts, eval_loop_class, merging_model, train_loop_class
+from .data.checks import AUTO
 from .data.dataloaders import build_dataloader
 from .data.first_batches import example_batch
 from .data.user_loaders import batch_size
-from .health.watchdog import Watchdog
 from .hooks import Hook, HookDispatcher
 from .hooks.build import build_hook, priority_of
 from .loops.base import BaseLoop
@@ -53,6 +52,9 @@ from .reporting import MessageHub, Reporter, Visualizer, build_log_processor
 from .reporting.model_outline import ModelOutline, outline
 from .run_folders import recorded
 from .transforms.apply import transform
+
+if TYPE_CHECKING:
+    from .health.watchdog import Watchdog
 
 # Build parts of a run that need its process group: environment, model, schedulers.
 
@@ -544,7 +546,11 @@ class Parts(MissingNames):
         if self._given["val_dataloader"] is None and (idle := VALIDATION_KEYS & kwargs.keys()):
             names = ", ".join(f"train_cfg.{name}" for name in sorted(idle))
             self.logger.warning(f"{names}: without effect, there is no validation (val_dataloader)")
-        given = with_batch_size(self, self._given["train_dataloader"], self._resumed_from)
+        given = self._given["train_dataloader"]
+        if isinstance(given, Mapping) and given.get("batch_size") == AUTO:
+            from .auto_batch_size import with_batch_size
+
+            given = with_batch_size(self, given, self._resumed_from)
         loader = self._build_dataloader(given, "train_dataloader", True, self.seed)
         return kind(runner=self, dataloader=loader, **kwargs)  # type: ignore[no-any-return]
 

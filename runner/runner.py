@@ -25,12 +25,9 @@ from .data.checks import check_dataloader
 from .data.user_loaders import Batches
 from .health.oversight import Oversight, told_progress
 from .health.termination import tell_how_it_ended, tell_others
-from .health.watchdog import Watchdog
-from .hooks.planned_memory import planned_memory_hook
 from .loops.evaluate import TestLoop
 from .options import early_preemption
 from .parts import apply_environment
-from .predictions import generate, prediction_loop, predictions_of
 from .reporting import MessageHub, build_log_processor, close_logger, setup_logger
 from .reporting.reporter import describe
 from .run_folders import arguments_of, new_log_folder, occupied, text_of, write_record
@@ -140,11 +137,17 @@ class FlexibleRunner(Checkpoints):
             apply_environment(options.env_cfg)
             self.strategy.setup_environment()
             if self.distributed:
+                from .health.watchdog import Watchdog
+
                 self.watchdog = Watchdog(self.oversight, options.env_cfg.watchdog_options)
             self.strategy.meet("FlexibleRunner()")
             self.oversight.start(self)
         check_agreement(given, checked)
-        hooks = [*checked.hooks, *planned_memory_hook(options.env_cfg.plan, self.strategy)]
+        hooks = checked.hooks
+        if options.env_cfg.plan is not None:
+            from .hooks.planned_memory import planned_memory_hook
+
+            hooks = [*hooks, planned_memory_hook(options.env_cfg.plan, self.strategy)]
         make_writable(Path(self.work_dir), "work_dir")
         self.timestamp = new_log_folder(Path(self.work_dir))
         self.experiment_name = experiment_name or f"{Path(self.work_dir).name}_{self.timestamp}"
@@ -252,6 +255,7 @@ class FlexibleRunner(Checkpoints):
         Raises:
             ConfigError: the order is random, or the model returns no row for each sample.
         """
+        from .predictions import prediction_loop, predictions_of
 
         def build() -> TestLoop:
             check_dataloader(dataloader, "predict.dataloader", training=False)
@@ -293,6 +297,8 @@ class FlexibleRunner(Checkpoints):
             ConfigError: the model has no ``generate``, or no process has inputs.
             StrategyError: more memory is needed than ``memory_limit``.
         """
+        from .predictions import generate
+
         with self._as_current(), self._with_weights("generate"):
             return generate(self.strategy, inputs, options, seed=seed, memory_limit=memory_limit, by_layer=by_layer)
 

@@ -17,7 +17,6 @@ from ..core.base.trees import tree_map_only
 from ..core.comm import collectives as dist
 from ..core.comm.topology import DataShard
 from ..core.torch_compat.dtensor_private import (
-    after_backward,
     before_reducing,
     complete_backward,
     hook_before_freeing,
@@ -25,6 +24,7 @@ from ..core.torch_compat.dtensor_private import (
     is_gathered,
     pass_by,
 )
+from ..core.torch_compat.torch_private import after_backward
 
 
 @dataclass

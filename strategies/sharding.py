@@ -14,13 +14,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..core.base.errors import StrategyError
 from ..core.base.rehearsing import not_checked, rehearsing, with_values
+from ..core.base.tensors import QUANTISERS
 from ..core.comm import collectives as dist
 from ..core.torch_compat.torch_private import storage_key
 from ..optim.trial import Samples, why_not_dtensors, why_not_flat_shards
 from ..optim.wrapper import OptimWrapper
 
-QUANTISERS = ("bitsandbytes", "torchao")
-"""Packages whose tensors are no rows of numbers that could be divided."""
 _logger = logging.getLogger("flextrain")
 
 

@@ -170,6 +170,41 @@ def test_public_names_load_no_optional_package(tmp_path: Path) -> None:
     assert loaded_by("from flextrain import *", tmp_path) & OPTIONAL == set()
 
 
+MODULES_OF_ONE_DEVICE = 171
+"""Modules of flextrain that a script on one device imports; the number only falls."""
+ONE_DEVICE = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from flextrain import BaseModel, FlexibleRunner
+class Net(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def forward(self, x, mode="loss"):
+        return dict(loss=self.layer(x).mean())
+data = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+optim = dict(optimizer=dict(type="SGD", lr=0.1))
+with FlexibleRunner(model=Net(), work_dir="work", train_dataloader=data, optim_wrapper=optim, train_cfg=dict(max_epochs=1)) as runner:
+    runner.train()
+import sys
+print("IMPORTED", *(name for name in sys.modules if name.startswith("flextrain.") or name in WATCHED))
+"""
+
+
+@pytest.mark.processes
+def test_a_script_on_one_device_imports_what_it_needs(tmp_path: Path) -> None:
+    """A run that saves checkpoints: nothing of the strategies of several devices, nor of what other commands do."""
+    watched = ("torch.distributed.checkpoint",)
+    code = f"WATCHED = {watched}\n{ONE_DEVICE}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    names = done.stdout.rpartition("IMPORTED")[2].split()
+    folders = ("strategies.mesh", "strategies.fsdp", "strategies.deepspeed", "plan", "mmengine", "ray", "testing")
+    unused = (*(f"flextrain.{folder}" for folder in folders), *watched)
+    assert [name for name in names if f"{name}.".startswith(tuple(f"{each}." for each in unused))] == []
+    assert len(names) + 1 <= MODULES_OF_ONE_DEVICE  # and flextrain itself
+
+
 def test_public_names() -> None:
     assert set(flextrain.__all__) == PUBLIC
     assert set(dir(flextrain)) >= PUBLIC

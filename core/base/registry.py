@@ -167,7 +167,7 @@ class Registry:
         self.name = name
         self._lists_names = lists_names
         self._modules: dict[str, Factory] = {}
-        self._locations = None if locations is None else list(locations)
+        self._locations: dict[str, tuple[str, ...]] | None = None if locations is None else dict.fromkeys(locations, ())
         self._lookups: list[tuple[Callable[[str], Factory | None], Callable[[], Iterable[str]]]] = []
         self._refused: dict[str, str] = {}
         self._entry_points = entry_points
@@ -215,6 +215,7 @@ class Registry:
                     f"{self.name}: {_brief(target)} has no name of its own, give register_module(name=...)"
                 )
             for key in names or (str(own),):
+                self._load(key, unlisted=False)  # the library's own class of this name comes first
                 if not force and self._modules.get(key, target) is not target:
                     raise ConfigError(
                         f'{self.name} "{key}": already registered as {self._modules[key]}, pass force=True'
@@ -251,8 +252,8 @@ class Registry:
 
     def __iter__(self) -> Iterator[str]:
         """All names, sorted."""
-        extra = {name for _, names in self._lookups for name in names()}
-        return iter(sorted({*self._own_names(), *extra}))
+        own = self._own_names()  # first: it may add functions that find more
+        return iter(sorted({*own, *(name for _, names in self._lookups for name in names())}))
 
     def get(self, key: str | Factory) -> Factory | None:
         """The class or function that ``key`` names, or None, as in MMEngine; ``resolve`` raises instead.
@@ -303,14 +304,17 @@ class Registry:
             f"{where}: {_brief(key)} is not allowed, give a {self.name}'s class, name, or package.module:Name"
         )
 
-    def short_names(self) -> dict[str, dict[str, Any]]:
+    def short_names(self, wanted: str | None = None) -> dict[str, dict[str, Any]]:
         """The configuration of each short name: ``{"zero1": {"type": "...", "stage": 1}}``.
 
         A class declares short names in its attribute ``short_names``, a mapping from name to options. Subclasses do not
         inherit them.
+
+        Args:
+            wanted: the one short name that is looked for, so that no module is imported for the others.
         """
         found: dict[str, dict[str, Any]] = {}
-        for name in self._own_names():
+        for name in self._own_names(wanted):
             try:
                 declared = getattr(self.resolve(name), "__dict__", {}).get("short_names", {})
             except Exception as error:  # the entry point of a foreign package may raise anything
@@ -334,13 +338,13 @@ class Registry:
             return _merged(meant, options, where, kind)
         if not isinstance(kind, str) or set(kind) & set(":.") or self._find(kind) is not None:
             return {"type": kind, **options}
-        short = self.short_names().get(kind, {"type": kind})
+        short = self.short_names(kind).get(kind, {"type": kind})
         return _merged(short, options, where, kind)
 
     def _written_out(self, kind: str, where: str) -> dict[str, Any] | None:
         """The configuration of a short name with options of its own after a colon, such as "mesh:tp2xpp2"."""
         short, colon, text = kind.partition(":")
-        if not colon or "." in short or short not in (known := self.short_names()):
+        if not colon or "." in short or short not in (known := self.short_names(short)):
             return None
         options_of = getattr(self.resolve(known[short]["type"], where), "options_of", None)
         return None if options_of is None else {**known[short], **options_of(text, where)}
@@ -398,7 +402,7 @@ class Registry:
 
     def _find(self, key: str) -> Factory | None:
         if key not in self._modules:
-            self._load()
+            self._load(key)
         if key in self._modules:
             return self._modules[key]
         for lookup, _ in self._lookups:
@@ -410,18 +414,21 @@ class Registry:
                 return self._modules[key]
         return None
 
-    def _load(self) -> None:
+    def _load(self, name: str | None = None, unlisted: bool = True) -> None:
+        """Import the modules that register ``name``, and with ``unlisted`` those that do not list theirs; default: all."""
         if self._locations is None:
-            self._locations = list(REGISTERING_MODULES.get(self.name, ()))
-        while self._locations:
-            importlib.import_module(self._locations.pop())
+            self._locations = dict(REGISTERING_MODULES.get(self.name, {}))
+        for module, names in list(self._locations.items()):
+            if (name is None or name in names or (unlisted and not names)) and module in self._locations:
+                del self._locations[module]
+                importlib.import_module(module)
 
     def _iter_entry_points(self) -> Iterable[importlib.metadata.EntryPoint]:
         return importlib.metadata.entry_points(group=self._entry_points) if self._entry_points else ()
 
-    def _own_names(self) -> list[str]:
-        """Names that are registered or come from entry points, sorted."""
-        self._load()
+    def _own_names(self, name: str | None = None) -> list[str]:
+        """Names that are registered or come from entry points, sorted; with ``name`` those that may be, or declare, it."""
+        self._load(name)
         return sorted({*self._modules, *(entry_point.name for entry_point in self._iter_entry_points())})
 
 

@@ -36,6 +36,8 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 PAIRS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 """Complex dtypes to the dtype of the real and imaginary parts, as which a checkpoint's files have them."""
+QUANTISERS = ("bitsandbytes", "torchao")
+"""Packages whose tensors are no rows of numbers that could be divided."""
 
 
 def check_tensor(key: str, tensor: Tensor) -> None:

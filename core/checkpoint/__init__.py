@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from .chunks import FlatShard
 from .directory import find_latest, is_checkpoint, mark_latest, remove_checkpoint
-from .export.dcp_folder import export_dcp
-from .export.hugging_face import export_hugging_face
-from .export.weights import export_weights
 from .folders import as_path, is_local, make_writable
 from .load import Checkpoint, complete_ones, is_marked, iteration_of, newest_complete, passed_over, what_is_not_finite
 from .save import PendingSave, Staging, save_checkpoint, save_in_background
 from .weights import MatchReport, match_weights, open_weights, open_weights_together, without_prefix
+
+if TYPE_CHECKING:
+    from .export.dcp_folder import export_dcp
+    from .export.hugging_face import export_hugging_face
+    from .export.weights import export_weights
+
+_EXPORTS = {"export_dcp": "dcp_folder", "export_hugging_face": "hugging_face", "export_weights": "weights"}
 
 __all__ = [
     "Checkpoint",
@@ -41,3 +48,9 @@ __all__ = [
     "what_is_not_finite",
     "without_prefix",
 ]
+
+
+def __getattr__(name: str) -> object:  # no run needs an export to begin
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".export.{_EXPORTS[name]}", __name__), name)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -381,6 +380,8 @@ def held_chunks(key: str, tensor: Tensor) -> dict[Offsets, Tensor]:
 
 
 def _of_own_class(key: str, tensor: Tensor) -> dict[Offsets, Tensor]:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner({key: tensor})
     found = {}

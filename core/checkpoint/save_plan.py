@@ -18,7 +18,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -186,6 +185,8 @@ def layout_of(key: str, tensor: Tensor) -> Any:
         return tensor.dtype, tensor.shape, array.device_mesh, array.placements
     if is_ordinary(tensor):
         return tensor.dtype, tensor.shape
+    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
     return create_default_local_save_plan({key: tensor}, False).items  # only its class knows the layout
 
 

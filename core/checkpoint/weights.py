@@ -16,8 +16,6 @@ from ..comm.agreement import gather_differing, raising_together, told_by_rank_0
 from ..model.module_state import EXTRA, module_of
 from .directory import is_checkpoint
 from .folders import as_path, is_local
-from .foreign import dcp, deepspeed
-from .foreign import dcp as accelerate
 from .foreign import weights_file as hugging_face
 from .foreign.weights_file import MODEL, open_file
 from .load import Checkpoint
@@ -266,6 +264,8 @@ def _open(path: Path) -> Checkpoint:
     if not path.is_file():
         # A checkpoint that is being replaced is missing for a moment; Checkpoint.open recovers it.
         return Checkpoint.open(path)
+    from .foreign import dcp
+
     if dcp.is_part(path):
         raise CheckpointError(f"{path}: is one file of a directory of torch.distributed.checkpoint, give {path.parent}")
     return hugging_face.open_index(path) if path.name.endswith(".index.json") else open_file(path)
@@ -284,9 +284,11 @@ def _with_extra_state(source: Checkpoint) -> Checkpoint:
 def _open_directory(path: Path) -> Checkpoint:
     if is_checkpoint(path):
         return Checkpoint.open(path)
+    from .foreign import dcp, deepspeed
+
     if (found := deepspeed.find(path)) is not None:
         return deepspeed.open_directory(found)
-    if (saved := accelerate.find_accelerate(path)) is not None:
+    if (saved := dcp.find_accelerate(path)) is not None:
         found, beside = saved
         return _open(found).from_program("Accelerate", beside)
     if (found := hugging_face.find(path)) is not None:

@@ -339,8 +339,3 @@ def complete_backward(unit: nn.Module, gathers: bool) -> Iterator[None]:
 def in_backward() -> bool:
     """Whether autograd runs backward in this thread, which may compute a forward again. 2.6, 2.15."""
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def after_backward(function: Callable[[], None]) -> None:
-    """Call ``function`` at the end of the backward that is running, before what is registered later. 2.6, 2.15."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -677,3 +677,8 @@ def take_buffers(model: nn.Module) -> Callable[[], None]:
                 module._non_persistent_buffers_set = passing
 
     return give_back
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` at the end of the backward that is running, before what is registered later. 2.6, 2.15."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

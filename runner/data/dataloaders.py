@@ -23,7 +23,6 @@ from .lockstep import InStep
 from .readers import Counted, ExactEpochs, Feed, Reader, loader_of_stream, timed
 from .sample_seeds import order_seed
 from .samplers import DefaultSampler, InfiniteSampler, ShardedSampler, divided_sampler, tell_loader_epoch, use_shard
-from .sources.file_source import print_of
 from .streams.divided_streams import divided
 from .user_loaders import (
     adopt,
@@ -323,7 +322,8 @@ class TrainData:
     @property
     def fingerprint(self) -> str | None:
         """What the dataset says of its content; None if it says nothing."""
-        return print_of(self._dataset)
+        found = getattr(self._dataset, "fingerprint", None)
+        return found if isinstance(found, str) else None
 
     @property
     def stream_workers(self) -> int | None:

@@ -269,13 +269,11 @@ class PlannedMemoryHook(Hook):
             runner.logger.info(f"Memory is as planned: {line}")
 
 
-def planned_memory_hook(plan: str | Path | Mapping[str, Any] | None, strategy: Strategy) -> list[tuple[Hook, int]]:
+def planned_memory_hook(plan: str | Path | Mapping[str, Any], strategy: Strategy) -> tuple[Hook, int]:
     """Return the hook of a run that was given a plan, with its priority; a collective, rank 0 reads.
 
     Raises:
         ConfigError: see ``planned_memory``.
     """
-    if plan is None:
-        return []
     hook = PlannedMemoryHook(told_by_rank_0(lambda: planned_memory(plan, strategy)))
-    return [(hook, get_priority(hook.priority))]
+    return hook, get_priority(hook.priority)

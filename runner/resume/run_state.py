@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from ...core.base.errors import CheckpointError, ConfigError, FlexTrainError, counted
 from ...core.base.events import job
@@ -26,7 +27,6 @@ from ...core.checkpoint import (
     what_is_not_finite,
     without_prefix,
 )
-from ...core.checkpoint.export.peft_adapters import TRANSPOSED
 from ...core.checkpoint.participants import Participants
 from ...core.checkpoint.weights import is_adapter
 from ...core.comm.agreement import gather_differing, raising_together
@@ -299,7 +299,7 @@ def save(
             "hooks": {name: sorted(part) for name, part in hooks.items() if part},
             LATE: late_buffers,
             **({FROZEN: frozen(runner)} if save_optimizer else {}),
-            **({TRANSPOSED: transposed_layers(strategy.module)} if found else {}),
+            **(_transposed(strategy.module) if found else {}),
         },
         written_by={"flextrain": runner.version, "strategy": type(strategy).__name__},
         is_latest=view.has_optimizer,  # without it a checkpoint cannot be resumed
@@ -312,6 +312,12 @@ def save(
         return save_in_background(path, state, logs_failure=logs_failure, **options)
     save_checkpoint(path, state, **options)
     return None
+
+
+def _transposed(model: Module) -> dict[str, Any]:
+    from ...core.checkpoint.export.peft_adapters import TRANSPOSED
+
+    return {TRANSPOSED: transposed_layers(model)}
 
 
 def _is_same(saved: Any, compared: Tensor) -> bool:

@@ -20,13 +20,10 @@ from ...core.base.events import append_event
 from ...core.base.tensors import check_tensor
 from ...core.checkpoint import PendingSave, Staging, is_local, remove_checkpoint, what_is_not_finite
 from ...core.checkpoint.directory import check_no_other_files, temporary, to_json
-from ...core.checkpoint.export.files import claimed
-from ...core.checkpoint.export.hugging_face import check_target, write_hugging_face
-from ...core.checkpoint.export.peft_adapters import merged
 from ...core.checkpoint.load import Checkpoint
 from ...core.checkpoint.untrusted import one_line
 from ...core.comm.agreement import raising_together, told_by_rank_0
-from ..transforms.torchao import needs_leaving_out
+from ..transforms.apply import needs_leaving_out
 from . import run_state
 from .resumed_schedules import scheduler_states
 from .run_state import hook_state, named_hooks
@@ -302,6 +299,9 @@ def export_model(run: Run, folder: Path, options: Mapping[str, Any]) -> list[Pat
 
 
 def _begin(stack: ExitStack, folder: Path, weights: Path, options: Mapping[str, Any]) -> None:
+    from ...core.checkpoint.export.files import claimed
+    from ...core.checkpoint.export.hugging_face import check_target
+
     check_target(folder, **options)
     stack.enter_context(claimed(folder))
     check_no_other_files(weights)
@@ -316,6 +316,9 @@ def _remove(weights: Path) -> None:
 
 
 def _write(weights: Path, folder: Path, options: Mapping[str, Any]) -> list[Path]:
+    from ...core.checkpoint.export.hugging_face import write_hugging_face
+    from ...core.checkpoint.export.peft_adapters import merged
+
     source = Checkpoint.open(weights)
     with merged(source) if source.values.get(ADAPTERS) else nullcontext(source) as whole:
         return write_hugging_face(whole, folder, **options)

@@ -16,7 +16,6 @@ from ...core.base.errors import CheckpointError, ConfigError, counted
 from ...core.base.tensors import nonfinite
 from ...core.checkpoint import Checkpoint, match_weights, open_weights_together
 from ...core.checkpoint.chunks import held_chunks
-from ...core.checkpoint.export.peft_adapters import CONFIG
 from ...core.checkpoint.folders import is_local
 from ...core.checkpoint.foreign.weights_file import MODEL
 from ...core.checkpoint.weights import copies_of, is_adapter
@@ -423,6 +422,8 @@ def _by_adapter(configurations: Iterable[Mapping[str, Any]]) -> dict[str, Mappin
 
 def _of_peft(path: Path) -> dict[str, Mapping[str, Any]]:
     """The settings in a folder of peft, under an empty name; empty if there are none."""
+    from ...core.checkpoint.export.peft_adapters import CONFIG
+
     file = (path if path.is_dir() else path.parent) / CONFIG if is_local(path) else None
     if file is None or not file.is_file():
         return {}

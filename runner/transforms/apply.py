@@ -19,10 +19,10 @@ from torch.nn.parameter import is_lazy
 from ...core.base.config import check_call
 from ...core.base.errors import ConfigError, FlexTrainError, counted, one_of
 from ...core.base.registry import TRANSFORMS
+from ...core.base.tensors import QUANTISERS
 from ...core.hugging_face.pretrained import pretrained_in
 from ...core.model.base_model import BaseTTAModel
 from ...core.model.deferred import LooksAtValues
-from .lora import options_of
 
 # Build the transforms of a run from its argument ``transforms``, before there is a model.
 
@@ -81,6 +81,8 @@ def _built(item: Any, where: str) -> Transform:
     if isinstance(item, nn.Module):
         raise ConfigError(f"{where}: is a module ({type(item).__name__}), give a function that takes the model")
     if type(item).__name__ == "LoraConfig" and type(item).__module__.startswith("peft."):
+        from .lora import options_of
+
         item = {"type": "LoRA", **options_of(item)}
     if not isinstance(item, (str, Mapping)) and not inspect.isclass(item):
         if not callable(item):
@@ -378,3 +380,36 @@ def _generator_state(seed: int, index: int) -> Tensor:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
+
+
+# Weights that a package stores in few bits, which checkpoints cannot hold: they are left out, and the base brings
+# them.
+
+
+def needs_leaving_out(value: Tensor) -> bool:
+    """Whether a tensor is quantised in a way that cannot be written to a checkpoint."""
+    return type(value).__module__.partition(".")[0] in QUANTISERS and hasattr(value, "__tensor_flatten__")
+
+
+def check_left_out(transforms: Sequence[Transform], model: Any, leaves_out: bool | None) -> None:
+    """Check before anything is built that a run with quantised weights does not save them.
+
+    Args:
+        transforms: of the run.
+        model: as it was given.
+        leaves_out: ``exclude_frozen_parameters``.
+
+    Raises:
+        ConfigError: it would save them.
+    """
+    if leaves_out:
+        return
+    who = next((f"{each.where}: {each.name}" for each in transforms if each.quantises), "")
+    if not who and isinstance(model, nn.Module):
+        name = next((name for name, each in model.named_parameters() if needs_leaving_out(each)), "")
+        who = f"model.{name}: is quantised" if name else ""
+    if who:
+        raise ConfigError(
+            f"{who.partition('(')[0]}, and checkpoints cannot hold quantised weights; leave them out, "
+            "strategy=dict(type=..., exclude_frozen_parameters=True)"
+        )

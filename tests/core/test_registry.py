@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os.path
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import ElementTree
@@ -14,7 +15,9 @@ from torch import nn
 
 from flextrain.core.base import registry as library
 from flextrain.core.base.errors import ConfigError
-from flextrain.core.base.registry import OPTIMIZERS, Registry
+from flextrain.core.base.registering_modules import REGISTERING_MODULES
+from flextrain.core.base.registry import OPTIM_WRAPPERS, OPTIMIZERS, STRATEGIES, Registry
+from flextrain.strategies.deepspeed import half_precision
 
 THINGS = Registry("thing", lists_names=True)
 
@@ -352,3 +355,42 @@ def test_names_that_are_refused_say_what_to_do_instead() -> None:
 def test_a_registry_has_no_parent() -> None:
     with pytest.raises(ConfigError, match="^parent: unknown key, call register_module of the registry that shall know"):
         Registry("pet", parent=library.MODELS)  # type: ignore[call-arg]
+
+
+# Modules that list the names they register
+
+
+def test_a_module_is_imported_when_a_name_of_its_own_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when another class takes its name; an error about an unknown name knows all."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(library, "LAZY", lazy := Registry("lazy thing", lists_names=True), raising=False)
+    monkeypatch.setitem(REGISTERING_MODULES, "lazy thing", {f"lazy_{name}": (name.title(), name) for name in "abc"})
+    for name in "abc":
+        text = f"class {name.title()}:\n    short_names = {{'{name}': {{}}}}\n"
+        (tmp_path / f"lazy_{name}.py").write_text(
+            f"from flextrain.core.base.registry import LAZY\n@LAZY.register_module()\n{text}"
+        )
+
+    def imported() -> set[str]:
+        return {name for name in "abc" if f"lazy_{name}" in sys.modules}
+
+    assert lazy.build("a").__module__ == "lazy_a"
+    assert imported() == {"a"}
+    with pytest.raises(ConfigError, match='lazy thing "B": already registered as'):
+        lazy.register_module(name="B", module=Lamp)
+    assert imported() == {"a", "b"}
+    with pytest.raises(ConfigError, match='thing: "d" is no known lazy thing, choose A, B, C, a, b or c'):
+        lazy.build("d", "thing")
+    assert imported() == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("registry", [STRATEGIES, OPTIMIZERS, OPTIM_WRAPPERS])
+def test_the_names_listed_for_a_module_are_those_it_registers(registry: Registry) -> None:
+    for module, listed in REGISTERING_MODULES[registry.name].items():
+        own = {name for name, kind in registry.module_dict.items() if f"{kind.__module__}.".startswith(f"{module}.")}
+        own |= {short for short, meant in registry.short_names().items() if meant["type"] in own}
+        if listed and registry is OPTIMIZERS:  # found on demand
+            own = {*half_precision._HOMES, *half_precision._REFUSED}
+        assert not listed or set(listed) == own

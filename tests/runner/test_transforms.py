@@ -314,7 +314,7 @@ def test_after_init_weights_and_before_everything_else(tmp_path: Path) -> None:
 
 
 def test_freezing_by_regular_expression() -> None:
-    from flextrain.runner.transforms import Freeze
+    from flextrain.runner.transforms.freeze import Freeze
 
     model = WithNorms()
     Freeze(r"blocks\.\d\.1\..*", regex=True)(model)

@@ -124,12 +124,6 @@ def _content_of(path: Path) -> tuple[str, int]:
     return digest.hexdigest(), size
 
 
-def print_of(dataset: object) -> str | None:
-    """The ``fingerprint`` of a dataset; None if it has none."""
-    found = getattr(dataset, "fingerprint", None)
-    return found if isinstance(found, str) else None
-
-
 def print_of_parts(kind: str, samples: int, parts: Sequence[object]) -> str:
     """The fingerprint of a source as text: what it is, how many samples it has, and a hash of its parts in order."""
     digest = xxhash.xxh3_64("\n".join(map(str, parts)).encode()).hexdigest()
