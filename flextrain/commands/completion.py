@@ -57,13 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
     }
     for name, parser in commands.choices.items():
         _say_what_may_follow(parser, name, words, shtab.FILE)
-    functions = {shell: text.format(names=names) for shell, text in _WITH_COMMAS.items()}
-    sys.stdout.write(shtab.complete(arguments.parser, arguments.shell, preamble=functions) + "\n")
+    function = _WITH_COMMAS[arguments.shell].format(names=names)
+    sys.stdout.write(shtab.complete(arguments.parser, arguments.shell, preamble=function) + "\n")
     return 0
 
 
 def _say_what_may_follow(
-    parser: argparse.ArgumentParser, command: str, words: Mapping[tuple[str, str], Sequence[str]], files: dict[str, str]
+    parser: argparse.ArgumentParser, command: str, words: Mapping[tuple[str, str], Sequence[str]], files: Any
 ) -> None:
     """Tell shtab what argparse does not know: names that a command checks by itself, and that the rest are files."""
     for action in parser._actions:  # argparse has no public way to ask a parser for its arguments
