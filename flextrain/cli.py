@@ -63,6 +63,7 @@ def _run(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)
+    parser.set_defaults(parser=parser)
     arguments = parser.parse_args(own)
     if script_arguments and not getattr(arguments, "takes_script_arguments", False):
         parser.error("arguments after -- belong to a script, and this command runs none")

@@ -120,8 +120,48 @@ class LossScaler:
         self._scaler.load_state_dict({**self._scaler.state_dict(), **state, **needed})
 
 
+class _ScalingOptimWrapper(OptimWrapper):
+    """An OptimWrapper that may scale losses."""
+
+    _decided_by: str
+    """The argument that decides whether it does, for messages."""
+    _scaler: LossScaler | None = None
+
+    def build(self, model: nn.Module) -> None:
+        """See OptimWrapper; uses the optimizer's own scaler, if it has one."""
+        super().build(model)
+        if self._scaler:
+            self._scaler.suit(self.adapter.grad_scaler, f"{self.where}.{self._decided_by}")
+
+    def spread(self, model_group: ModelGroup) -> None:
+        """See OptimWrapper; loss scaling combines overflows too."""
+        super().spread(model_group)
+        if self._scaler:
+            self._scaler.spread(model_group, f"{self.where}.{self._decided_by}")
+
+    def backward(self, loss: Tensor) -> None:
+        """See OptimWrapper; the loss is scaled first, if there is a scaler."""
+        super().backward(self._scaler.scale(loss) if self._scaler else loss)
+
+    def _unscale(self) -> None:
+        if self._scaler:
+            self._scaler.unscale(self.optimizer)
+
+    def _apply(self) -> bool:
+        return self._scaler.step(self.optimizer) if self._scaler else super()._apply()
+
+    def plain_values(self) -> dict[str, Any]:
+        """Return the loss scale and its growth counter, an empty dict without a scaler."""
+        return {"scaler": self._scaler.state_dict()} if self._scaler else {}
+
+    def load_plain_values(self, state: dict[str, Any]) -> None:
+        """Continue from ``plain_values``; if it has no scaler, the loss scale starts from its initial value."""
+        if self._scaler and state.get("scaler"):
+            self._scaler.load_state_dict(state["scaler"])
+
+
 @OPTIM_WRAPPERS.register_module()
-class AmpOptimWrapper(OptimWrapper):
+class AmpOptimWrapper(_ScalingOptimWrapper):
     """Mixed precision: forward under autocast, parameters and optimizer state in float32, loss scaling for float16.
 
     Args:
@@ -131,6 +171,8 @@ class AmpOptimWrapper(OptimWrapper):
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018; https://pytorch.org/docs/stable/amp.html
     """
+
+    _decided_by = "dtype"
 
     def __init__(
         self,
@@ -156,7 +198,6 @@ class AmpOptimWrapper(OptimWrapper):
         self._asked_dtype = None if dtype is None else getattr(torch, dtype)
         self._dtype = self._asked_dtype
         self._loss_scale = loss_scale
-        self._scaler: LossScaler | None = None
 
     @property
     def loss_scale(self) -> float | dict[str, Any] | Literal["dynamic"] | None:
@@ -212,22 +253,6 @@ class AmpOptimWrapper(OptimWrapper):
             if before:
                 self._scaler.load_state_dict(before.state_dict())
 
-    def build(self, model: nn.Module) -> None:
-        """See OptimWrapper; uses the optimizer's own scaler, if it has one.
-
-        Raises:
-            StrategyError: as OptimWrapper, or loss scaling cannot detect an overflow on this device.
-        """
-        super().build(model)
-        if self._scaler:
-            self._scaler.suit(self.adapter.grad_scaler, f"{self.where}.dtype")
-
-    def spread(self, model_group: ModelGroup) -> None:
-        """See OptimWrapper; loss scaling combines overflows too."""
-        super().spread(model_group)
-        if self._scaler:
-            self._scaler.spread(model_group, f"{self.where}.dtype")
-
     def optim_context(self, model: nn.Module) -> AbstractContextManager[None]:
         """See OptimWrapper; without a strategy, autocast on the device of the model's parameters."""
         if self._autocast is None:
@@ -247,25 +272,17 @@ class AmpOptimWrapper(OptimWrapper):
         """See OptimWrapper; float16 losses are scaled first."""
         if self._autocast is None:
             self._attach_alone(loss.device)
-        super().backward(self._scaler.scale(loss) if self._scaler else loss)
-
-    def _unscale(self) -> None:
-        if self._scaler:
-            self._scaler.unscale(self.optimizer)
-
-    def _apply(self) -> bool:
-        return self._scaler.step(self.optimizer) if self._scaler else super()._apply()
+        super().backward(loss)
 
     def plain_values(self) -> dict[str, Any]:
         """Return the loss scale and its growth counter under float16, an empty dict otherwise."""
         self._attach_to_parameters()
-        return {"scaler": self._scaler.state_dict()} if self._scaler else {}
+        return super().plain_values()
 
     def load_plain_values(self, state: dict[str, Any]) -> None:
         """Continue from ``plain_values``; if it has no scaler, the loss scale starts from its initial value."""
         self._attach_to_parameters()
-        if self._scaler and state.get("scaler"):
-            self._scaler.load_state_dict(state["scaler"])
+        super().load_plain_values(state)
 
 
 # ApexOptimWrapper: NVIDIA Apex's optimization levels O0 to O3, implemented with torch's autocast and GradScaler.
@@ -281,7 +298,7 @@ _UNUSED = {
 
 
 @OPTIM_WRAPPERS.register_module()
-class ApexOptimWrapper(OptimWrapper):
+class ApexOptimWrapper(_ScalingOptimWrapper):
     """Runs configurations written for Apex; new ones should use AmpOptimWrapper.
 
     ===== ================= ================================================= ==========
@@ -308,6 +325,8 @@ class ApexOptimWrapper(OptimWrapper):
 
     Source: https://nvidia.github.io/apex/amp.html
     """
+
+    _decided_by = "opt_level"
 
     def __init__(
         self,
@@ -356,7 +375,6 @@ class ApexOptimWrapper(OptimWrapper):
         self.opt_level = level
         self._loss_scale = loss_scale or "dynamic"
         self._keep_norm = keep_batchnorm_fp32 if keep_batchnorm_fp32 is not None else level == "O2"
-        self._scaler: LossScaler | None = None
         self._masters: dict[int, Tensor] = {}
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
@@ -413,14 +431,6 @@ class ApexOptimWrapper(OptimWrapper):
                 f"{self.where}.opt_level: O2 gives {type(self.optimizer).__name__} new gradients at every update, which it "
                 "does not see; choose O1, or one of torch's optimizers"
             )
-        if self._scaler:
-            self._scaler.suit(self.adapter.grad_scaler, f"{self.where}.opt_level")
-
-    def spread(self, model_group: ModelGroup) -> None:
-        """See OptimWrapper; loss scaling combines overflows too."""
-        super().spread(model_group)
-        if self._scaler:
-            self._scaler.spread(model_group, f"{self.where}.opt_level")
 
     def model_parameter(self, parameter: Tensor) -> Tensor:
         """See OptimWrapper."""
@@ -436,10 +446,6 @@ class ApexOptimWrapper(OptimWrapper):
             for parameter, master in self._pairs:
                 parameter.copy_(master)
 
-    def backward(self, loss: Tensor) -> None:
-        """See OptimWrapper; the loss is scaled at O1 and O2."""
-        super().backward(self._scaler.scale(loss) if self._scaler else loss)
-
     def _given_gradients(self) -> list[Tensor]:
         models = {id(master): parameter for parameter, master in self._pairs}
         optimized = (p for group in self.param_groups for p in group["params"])
@@ -448,11 +454,10 @@ class ApexOptimWrapper(OptimWrapper):
     def _unscale(self) -> None:
         for parameter, master in self._pairs:
             master.grad = None if parameter.grad is None else parameter.grad.float()
-        if self._scaler:
-            self._scaler.unscale(self.optimizer)
+        super()._unscale()
 
     def _apply(self) -> bool:
-        applied = self._scaler.step(self.optimizer) if self._scaler else super()._apply()
+        applied = super()._apply()
         if applied:
             self.refresh()
         return applied
@@ -462,12 +467,3 @@ class ApexOptimWrapper(OptimWrapper):
         super().zero_grad()
         for parameter, _ in self._pairs:
             parameter.grad = None
-
-    def plain_values(self) -> dict[str, Any]:
-        """See OptimWrapper."""
-        return {"scaler": self._scaler.state_dict()} if self._scaler else {}
-
-    def load_plain_values(self, state: dict[str, Any]) -> None:
-        """See OptimWrapper."""
-        if self._scaler and state.get("scaler"):
-            self._scaler.load_state_dict(state["scaler"])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..core.base.errors import ConfigError, nearest
 from ..core.checkpoint import is_local
-from ..core.checkpoint.folders import FolderLock, OccupiedError
+from ..core.checkpoint.folders import FolderLock, OccupiedError, remove_if_empty
 from ..core.comm.collectives import broadcast_object, is_main
 from ..core.config_files import Config, ConfigDict
 
@@ -39,11 +39,6 @@ def _is_new(folder: Path) -> bool:
     return True
 
 
-def _remove_if_empty(folder: Path) -> None:
-    with suppress(OSError):
-        folder.rmdir()
-
-
 @contextmanager
 def occupied(folders: Sequence[Path], fast: Path | None = None) -> Iterator[None]:
     """Lock the folders against other runs during the block; a collective, rank 0 holds the locks.
@@ -59,7 +54,7 @@ def occupied(folders: Sequence[Path], fast: Path | None = None) -> Iterator[None
         problem = None
         if is_main():
             if fast is not None:
-                stack.callback(_remove_if_empty, fast)
+                stack.callback(remove_if_empty, fast)
             given = (*folders, fast) if fast is not None else folders
             for folder in dict.fromkeys(folder for folder in given if is_local(folder)):
                 try:

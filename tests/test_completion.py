@@ -47,9 +47,11 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def candidates(script: Path, line: str) -> list[str]:
     """What bash offers for the last word of a line."""
     words = line.split(" ")
-    code = f'source "$1"; shift; COMP_WORDS=(flextrain "$@"); COMP_CWORD={len(words)}; _flextrain; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    code = f'source "$1"; shift; COMP_WORDS=(flextrain "$@"); COMP_CWORD={len(words)}; _shtab_flextrain; printf "%s\\n" "${{COMPREPLY[@]}}"'
     command = ["bash", "--norc", "-c", code, "bash", str(script), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+    empty = script.parent / "empty"
+    empty.mkdir(exist_ok=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S, cwd=empty)
     assert done.stderr == ""
     return done.stdout.split()
 
@@ -118,26 +120,16 @@ def until(terminal: int, text: str) -> str:
 @pytest.mark.processes
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_what_a_user_types_is_completed(shell: str, scripts: Path, tmp_path: Path) -> None:
+    """Installed as the help of the command says."""
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     (tmp_path / "config.yaml").touch()
     command, script = ["bash", "--norc", "-i"], scripts / "bash"
     if shell == "zsh":
-        (tmp_path / ".zshrc").write_text("autoload -Uz compinit && compinit -u -D\n")
-        command, script = ["zsh", "-i"], scripts / "zsh"
+        functions = tmp_path / "functions"
+        functions.mkdir()
+        shutil.copy(scripts / "zsh", functions / "_flextrain")
+        (tmp_path / ".zshrc").write_text(f"fpath+={functions}\nautoload -Uz compinit && compinit -u -D\n")
+        command, script = ["zsh", "-i"], Path("/dev/null")
     got = typed(command, script, [line for line, _ in COMPLETED], tmp_path)
     assert got == [full for _, full in COMPLETED]
-
-
-@pytest.mark.full
-@pytest.mark.processes
-def test_zsh_finds_the_file_in_a_folder_of_functions(scripts: Path, tmp_path: Path) -> None:
-    """As the help of the command says to install it."""
-    if shutil.which("zsh") is None:
-        pytest.skip("zsh is not installed")
-    functions = tmp_path / "functions"
-    functions.mkdir()
-    shutil.copy(scripts / "zsh", functions / "_flextrain")
-    (tmp_path / ".zshrc").write_text(f"fpath+={functions}\nautoload -Uz compinit && compinit -u -D\n")
-    (tmp_path / "nothing").touch()
-    assert typed(["zsh", "-i"], tmp_path / "nothing", ["show EMAH", "lis"], tmp_path) == ["show EMAHook", "list"]

@@ -210,3 +210,9 @@ def name_in_file(key: str, box: tuple[Sequence[int], Sequence[int]], shape: Sequ
     """Name of a chunk in its file: the tensor's key, with the offsets if it is not the whole tensor."""
     offsets, sizes = box
     return key if tuple(sizes) == tuple(shape) else f"{key}@{','.join(map(str, offsets))}"
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Remove a folder, unless something is in it."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()

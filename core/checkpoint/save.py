@@ -235,33 +235,11 @@ def write_shard(path: Path, parts: Sequence[PlannedChunk], tensors: Iterable[Ten
         raise OSError(error.errno, f"{error.strerror}: its file needs {size}, and {room} were free") from None
 
 
-TIMEOUT_S = 600.0
+@dataclass(frozen=True)
+class SaveOptions:
+    """What the functions below take beside the path and the state.
 
-
-def save_checkpoint(
-    path: str | os.PathLike[str],
-    state: Mapping[str, Any],
-    *,
-    per_rank: Mapping[str, Any] | None = None,
-    in_own_file: Mapping[str, Any] | None = None,
-    number: int | None = None,
-    joined: Mapping[str, Any] | None = None,
-    written_by: Mapping[str, str | int] | None = None,
-    is_latest: bool = False,
-    verify: bool = False,
-    timeout_s: float = TIMEOUT_S,
-    staging: Staging | None = None,
-    finite: Collection[str] = (),
-) -> Path:
-    """Write a checkpoint directory; every process must call it, and writes its own shard.
-
-    One tensor at a time is copied to the CPU, and only the chunks of it that this process writes.
-
-    Args:
-        path: the directory, or a URL that fsspec knows (``s3://bucket/run/epoch_3``); an existing checkpoint of this
-            name is replaced when the new one is complete.
-        state: key to tensor (Tensor: equal on all processes that have it; DTensor and FlatShard: each process's shard)
-            or plain value (rank 0's is saved, or that of the first process that has it).
+    Attributes:
         per_rank: plain values that differ by process; read back as lists of those that are not empty, in order of
             ``number``.
         in_own_file: the same, for values that are too large to be sent: from 64 processes on each has them in its file.
@@ -274,24 +252,40 @@ def save_checkpoint(
         staging: plan and buffers to use again in the next save; give one on every process, or on none.
         finite: keys of tensors that training should keep finite. If one of them has NaN or infinity, the checkpoint is
             marked and ``latest`` does not change; ``staging.nonfinite`` has the keys afterwards.
+    """
+
+    per_rank: Mapping[str, Any] | None = None
+    in_own_file: Mapping[str, Any] | None = None
+    number: int | None = None
+    joined: Mapping[str, Any] | None = None
+    written_by: Mapping[str, str | int] | None = None
+    is_latest: bool = False
+    verify: bool = False
+    timeout_s: float = 600.0
+    staging: Staging | None = None
+    finite: Collection[str] = ()
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    **options: Any,
+) -> Path:
+    """Write a checkpoint directory; every process must call it, and writes its own shard.
+
+    One tensor at a time is copied to the CPU, and only the chunks of it that this process writes.
+
+    Args:
+        path: the directory, or a URL that fsspec knows (``s3://bucket/run/epoch_3``); an existing checkpoint of this
+            name is replaced when the new one is complete.
+        state: key to tensor (Tensor: equal on all processes that have it; DTensor and FlatShard: each process's shard)
+            or plain value (rank 0's is saved, or that of the first process that has it).
+        options: see SaveOptions.
 
     Raises:
         CheckpointError: on every process, if one failed or did not come; an existing checkpoint stays unchanged.
     """
-    save = _Save(
-        path,
-        state,
-        per_rank,
-        in_own_file,
-        number,
-        joined,
-        written_by,
-        is_latest,
-        verify,
-        timeout_s,
-        staging or Staging(),
-        finite,
-    )
+    save = _Save(path, state, SaveOptions(**options))
     save.prepare(copy=False)
     save.finish()
     return save.path
@@ -300,18 +294,8 @@ def save_checkpoint(
 def save_in_background(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
-    *,
-    per_rank: Mapping[str, Any] | None = None,
-    in_own_file: Mapping[str, Any] | None = None,
-    number: int | None = None,
-    joined: Mapping[str, Any] | None = None,
-    written_by: Mapping[str, str | int] | None = None,
-    is_latest: bool = False,
-    verify: bool = False,
-    timeout_s: float = TIMEOUT_S,
-    staging: Staging | None = None,
-    finite: Collection[str] = (),
     logs_failure: bool = True,
+    **options: Any,
 ) -> PendingSave:
     """Like ``save_checkpoint``, but return as soon as the state is copied; a thread writes it.
 
@@ -320,59 +304,33 @@ def save_in_background(
     fast. Wait for one save before you start another: both would use the same process group and the same memory.
 
     Args:
+        path, state, options: see ``save_checkpoint``.
         logs_failure: the thread logs an error; False if ``PendingSave.wait`` will surely be called.
 
     Raises:
         CheckpointError: on every process, if one could not start; ``PendingSave.wait`` raises later failures.
     """
-    save = _Save(
-        path,
-        state,
-        per_rank,
-        in_own_file,
-        number,
-        joined,
-        written_by,
-        is_latest,
-        verify,
-        timeout_s,
-        staging or Staging(),
-        finite,
-    )
+    save = _Save(path, state, SaveOptions(**options))
     save.prepare(copy=True)
     return PendingSave(save, logs_failure)
 
 
 class _Save:
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        state: Mapping[str, Any],
-        per_rank: Mapping[str, Any] | None,
-        in_own_file: Mapping[str, Any] | None,
-        number: int | None,
-        joined: Mapping[str, Any] | None,
-        written_by: Mapping[str, str | int] | None,
-        is_latest: bool,
-        verify: bool,
-        timeout_s: float,
-        staging: Staging,
-        finite: Collection[str],
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], state: Mapping[str, Any], options: SaveOptions) -> None:
         self.path = self._folder = as_path(path)
-        self._is_latest, self._verify, self._timeout_s = is_latest, verify, timeout_s
+        self._options = options
         if rows.KEY in state:
             raise CheckpointError(f"{rows.KEY}: cannot be saved, checkpoints have a tensor of this name")
         self._tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         values = {key: value for key, value in state.items() if key not in self._tensors}
-        own = get_rank() if number is None else number
-        sent, kept = dict(per_rank or {}), dict(in_own_file or {})
+        own = get_rank() if options.number is None else options.number
+        sent, kept = dict(options.per_rank or {}), dict(options.in_own_file or {})
         if get_world_size() < own_row.FROM:
             sent, kept = sent | kept, {}
-        self._plain_values, self._row = PlainValues(values, own, sent, joined or {}), OwnRow(own, kept)
+        self._plain_values, self._row = PlainValues(values, own, sent, options.joined or {}), OwnRow(own, kept)
         self._row_keys: list[str] = []
-        self._written_by = {"torch": torch.__version__, "world_size": get_world_size(), **(written_by or {})}
-        self._staging, self._finite = staging, frozenset(finite)
+        self._written_by = {"torch": torch.__version__, "world_size": get_world_size(), **(options.written_by or {})}
+        self._staging, self._finite = options.staging or Staging(), frozenset(options.finite)
         self._nonfinite: list[str] = []
         self._replicas = Replicas({})
         self._plan = WritePlan()
@@ -381,7 +339,7 @@ class _Save:
         self._written: list[_Written] = []
         self._summaries = Summaries([])
         self._participants = Participants(f"{self.path}: could not be saved", side_group())
-        self._participants.meet(self.path.name, timeout_s)
+        self._participants.meet(self.path.name, options.timeout_s)
 
     def prepare(self, copy: bool) -> None:
         """Agree on the plan, make the directory, and, if ``copy``, copy this process's shard: training may go on.
@@ -406,7 +364,7 @@ class _Save:
         if copy:
             self._tensors.clear()
             # The thread that writes sends messages while this one may send others; all processes are here.
-            self._participants.group = side_group(self._timeout_s, "saves in the background")
+            self._participants.group = side_group(self._options.timeout_s, "saves in the background")
 
     def _offer(self, copy: bool) -> tuple[str | None, Own, int, RowFacts]:
         """The mark of the old plan if it is still valid here, own values, the keys' fingerprint, and the own row."""
@@ -522,7 +480,7 @@ class _Save:
         self._staging.memory.wait()
         tensors = self._chunks() if self._staged is None else self._staged
         entry = write_shard(folder / file, self._plan.parts, self._looked_at(tensors))
-        if self._verify:
+        if self._options.verify:
             self._read_back(folder / file, entry)
         return _Written((file, entry), self._nonfinite, self._replicas.summary())
 
@@ -570,7 +528,7 @@ class _Save:
         marked = tuple(sorted({key for part in written for key in part.nonfinite}))
         directory.seal(folder, manifest_of(self._plan.tensors, files, self._written_by, marked))
         directory.commit(self.path, folder)
-        if self._is_latest and not marked:
+        if self._options.is_latest and not marked:
             directory.mark_latest(self.path)
         return marked
 

@@ -360,7 +360,7 @@ def merge(
 
 
 def _index(name: str, items: list[Any], origins: Origins, above: tuple[Key, ...]) -> int:
-    where = f"{_at(origins.under([name]))}{path_text(above)}"
+    where = f"{at_origin(origins.under([name]))}{path_text(above)}"
     if not name.isdecimal():
         raise ConfigError(f'{where}: is a list, give an index from 0 to {len(items) - 1} in place of "{name}"')
     if int(name) >= len(items):
@@ -372,14 +372,15 @@ def _no_dict(path: Sequence[Key], value: Any, before: Any, new: Origins, old: Or
     kind = type(before).__name__
     since = f" in {old.origin}" if old.origin else ""
     if by_index:
-        return f'{_at(new)}{path_text(path)}: is a {kind}{since}, which has no key "{next(iter(value), "")}"'
+        return f'{at_origin(new)}{path_text(path)}: is a {kind}{since}, which has no key "{next(iter(value), "")}"'
     return (
-        f"{_at(new)}{path_text(path)}: is a dict here and a {kind}{since}, which cannot be merged; "
+        f"{at_origin(new)}{path_text(path)}: is a dict here and a {kind}{since}, which cannot be merged; "
         f"{DELETE}=True replaces it"
     )
 
 
-def _at(origins: Origins) -> str:
+def at_origin(origins: Origins) -> str:
+    """The beginning of a message about a value: its origin and a colon, or nothing."""
     return f"{origins.origin}: " if origins.origin else ""
 
 
@@ -393,13 +394,13 @@ def nested(options: Mapping[str, Any], origins: Mapping[str, Origins]) -> tuple[
     for dotted, value in options.items():
         origin = origins.get(dotted, Origins())
         if not all(dotted.split(".")):
-            raise ConfigError(f'{_at(origin)}"{dotted}" is no key, give names with dots between them')
+            raise ConfigError(f'{at_origin(origin)}"{dotted}" is no key, give names with dots between them')
         *above, last = dotted.split(".")
         current: Any = found
         for key in above:
             current = current.setdefault(key, {})
             if not isinstance(current, dict):
-                raise ConfigError(f'{_at(origin)}{dotted}: another option gives a value for "{key}"')
+                raise ConfigError(f'{at_origin(origin)}{dotted}: another option gives a value for "{key}"')
         if isinstance(value, dict) and isinstance(current.get(last), dict):
             current[last].merge(value)
         else:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError, FlexTrainError, suggest
-from .config_dict import ConfigDict, LazyImport, Origins, ValueOrigin, raw_items, reading
+from .config_dict import ConfigDict, LazyImport, Origins, ValueOrigin, at_origin, raw_items, reading
 
 # What stands between double braces in a configuration file: the file's name, environment variables, values of bases.
 
@@ -97,12 +97,12 @@ class Filled:
                 return copy.deepcopy(looked_up(self.references[value], base, origins.origin))
             if self._mark in value:
                 raise ConfigError(
-                    f"{_at(origins)}a reference {{{{ {BASE}.... }}}} stands inside a string, "
+                    f"{at_origin(origins)}a reference {{{{ {BASE}.... }}}} stands inside a string, "
                     "it must be the whole value, without quotes"
                 )
         elif isinstance(value, dict):
             if any(self._mark in str(key) for key in value):
-                raise ConfigError(f"{_at(origins)}a reference {{{{ {BASE}.... }}}} is no key, give it as a value")
+                raise ConfigError(f"{at_origin(origins)}a reference {{{{ {BASE}.... }}}} is no key, give it as a value")
             items = {key: self.resolved(item, base, origins.under([key])) for key, item in raw_items(value)}
             return ConfigDict(items) if type(value) in (dict, ConfigDict) else value
         elif type(value) in (list, tuple):
@@ -128,10 +128,6 @@ def looked_up(dotted: str, base: Mapping[str, Any], origin: ValueOrigin | None) 
             raise ConfigError(f'{f"{origin}: " if origin else ""}{done}: has no "{name}"{hint}')
         done += f".{name}"
     return found
-
-
-def _at(origins: Origins) -> str:
-    return f"{origins.origin}: " if origins.origin else ""
 
 
 READ_BASE = "read_base"

@@ -29,6 +29,7 @@ REQUIRED = {
     "xxhash": "3",
     "rich": "13",
     "pyyaml": "6.0.1",
+    "shtab": "1.13",
 }
 _MODULES = {"pyyaml": "yaml"}  # those of another name than their package
 OPTIONAL = {"torch_npu": "2.6", "deepspeed": "0.19.8", "torchvision": "0", "torchmetrics": "1.1"}

@@ -213,20 +213,13 @@ class TrainLoop(BaseLoop):
             runner.stepper.check(window, self.data.counted)
         for hook in hooks.before_train_iter:
             hook(runner, idx, data_batch)
-        counted = self.data.counted
         if (
             self._means is not None
-            and counted is None
+            and self.data.counted is None
             and not self._means.look(runner.stepper, runner.strategy.topology.data.count, window)
         ):
             self._means = None
-        try:
-            outputs = runner.stepper.train(window, counted)
-        except BaseException:
-            self.is_torn = True
-            raise
-        self._inner += 1
-        self._done += 1
+        outputs = self._update(data_batch)
         for hook in hooks.after_train_iter:
             hook(runner, idx, data_batch, outputs)
         self._iter = self._done

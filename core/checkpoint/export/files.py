@@ -10,7 +10,7 @@ import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from ...base.json_values import taken_from, unpack
 from ...model.module_state import EXTRA, torch_key
 from ...torch_compat.torch_private import REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE
 from ..directory import sync_directory
-from ..folders import FolderLock, OccupiedError
+from ..folders import FolderLock, OccupiedError, remove_if_empty
 from ..load import Checkpoint
 from ..safetensors_file import bytes_of
 
@@ -115,14 +115,9 @@ def claimed(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{folder}: could not be written, {error.strerror or error}") from error
     with ExitStack() as stack:
         if is_new:
-            stack.callback(_remove_empty, folder)
+            stack.callback(remove_if_empty, folder)
         stack.callback(lock.release)
         yield
-
-
-def _remove_empty(folder: Path) -> None:
-    with suppress(OSError):  # something is in it
-        folder.rmdir()
 
 
 @contextmanager
