@@ -106,7 +106,8 @@ def gathering_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def is_gathered_on_use(module: nn.Module) -> bool:
     """Return whether stage 3 gathers a parameter of the module when it is called: the small ones stay whole."""
-    return any(is_partitioned(parameter) and not parameter.ds_persist for parameter in module.parameters())
+    parameters: Iterable[Any] = module.parameters()
+    return any(is_partitioned(parameter) and not parameter.ds_persist for parameter in parameters)
 
 
 def gather_small(parameters: Iterable[Any]) -> None:
