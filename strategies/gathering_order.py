@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from torch import Tensor, nn
 
 from ..core.base.errors import StrategyError
@@ -173,10 +172,7 @@ class GatheringOrder:
         return [other[4:] for other in found]
 
     def _exchange(self, message: Sequence[int]) -> list[list[int]]:
-        box = torch.tensor(message, device="cpu")
-        boxes = [torch.empty_like(box) for _ in range(self._data.count)]
-        torch_dist.all_gather(boxes, box, self._group)
-        return [one.tolist() for one in boxes]
+        return dist.all_gather_small(message, self._group)
 
     def _departure(self, rank: int, own: int, others: int) -> StrategyError:
         """The error where a process has come to another unit, or the end, than others."""

@@ -13,6 +13,7 @@ import torch
 
 from flextrain.core.comm import collectives as dist
 from flextrain.testing import WorkerGroup
+from tests.conftest import WorkerFactory
 
 
 @dist.master_only
@@ -71,6 +72,23 @@ def test_in_a_group_of_two(workers2: WorkerGroup) -> None:
             "facts": (True, rank, 2, rank == 0, 0 if rank == 0 else None),
             "after": (False, 1),
         }
+
+
+def gathered_by_doubling() -> list[Any]:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, init_method="env://", timeout_s=30)
+    others = dist.group_with_this_process([[0], [*range(1, world_size)]])
+    found = [dist.all_gather_small([rank, -rank], group) for group in (others, torch.distributed.group.WORLD)]
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.distributed
+def test_small_messages_reach_every_process_by_doubling(workers: WorkerFactory) -> None:
+    for world_size in (2, 3, 4):
+        everyone = [[rank, -rank] for rank in range(world_size)]
+        for rank, found in enumerate(workers(world_size).run(gathered_by_doubling)):
+            assert found == [everyone[1:] if rank else everyone[:1], everyone]
 
 
 def mixed(rank: int) -> list[torch.Tensor]:
