@@ -324,9 +324,8 @@ class DefaultOptimWrapperConstructor:
         for name, parameter in module.named_parameters(recurse=False):
             self._in_deformable = bool(is_dcn_module)
             full_name = f"{prefix}.{name}" if prefix else name
-            # A frozen parameter is there for when it is thawed, with the optimizer's own values.
-            settings = self.settings(full_name, parameter, module) if parameter.requires_grad else {}
-            params.append({"params": [parameter], **settings})
+            # A frozen parameter too, for when it is thawed; MMEngine gives it the optimizer's own values then, and no rule.
+            params.append({"params": [parameter], **self.settings(full_name, parameter, module)})
         for name, child in module.named_children():
             self.add_params(
                 params,

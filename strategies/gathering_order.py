@@ -83,7 +83,7 @@ class GatheringOrder:
         group: from ``message_group``.
         hidden: applied to hooks, which a compiler must not see.
         stage: returns what of the model is called now, where that is not all of it.
-        waits: whether a process that gathers this unit alone waits for the others, and cannot tell them at the end.
+        waits: whether a process that came to this unit alone would now wait for the others, and could not tell them at the end.
     """
 
     advice = ""
@@ -103,7 +103,7 @@ class GatheringOrder:
         outermost = {name: unit for name, unit in units.items() if id(unit) not in inner}
         self._names, self._units = list(outermost), list(outermost.values())
         self._data, self._rank, self._group, self._stage = data, rank, group, stage
-        self._told = {number for number, unit in enumerate(self._units) if waits(unit)} | {len(self._units)}
+        self._waits = waits
         self._orders: dict[Hashable, list[int]] = {}
         self._forward: Forward | None = None
         self._count = 0
@@ -146,7 +146,7 @@ class GatheringOrder:
         if forward.known is not None:
             if self._known_at(len(forward.calls), forward.known) != number:
                 forward.known = None
-            elif number not in self._told:
+            elif number < len(self._units) and not self._waits(self._units[number]):
                 return
         others = [other for (other,) in self._tell(number, forward)]
         if (last := max(others)) != (first := min(others)):

@@ -104,10 +104,13 @@ def gathering_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {n: m for n, m in found.items() if m in leaves or any(True for _ in m.parameters(recurse=False))}
 
 
-def is_gathered_on_use(module: nn.Module) -> bool:
-    """Return whether stage 3 gathers a parameter of the module when it is called: the small ones stay whole."""
+def is_gathered_next(module: nn.Module) -> bool:
+    """Return whether stage 3 has parameters of the module to gather when it is called now.
+
+    Small ones stay whole, but not always: one that two modules share, or of a module that the last forward left out, does not.
+    """
     parameters: Iterable[Any] = module.parameters()
-    return any(is_partitioned(parameter) and not parameter.ds_persist for parameter in parameters)
+    return any(is_partitioned(parameter) and parameter.ds_status.name != "AVAILABLE" for parameter in parameters)
 
 
 def gather_small(parameters: Iterable[Any]) -> None:

@@ -381,7 +381,7 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
             modules = engine_internals.gathering_modules(model)
             data, rank = self.topology.data, self.topology.rank
             # On an accelerator a process goes on while a gathering waits.
-            waits = engine_internals.is_gathered_on_use if self.device.type == "cpu" else lambda unit: False
+            waits = engine_internals.is_gathered_next if self.device.type == "cpu" else lambda unit: False
             _LayerOrder(model, modules, data, rank, group, hidden, waits=waits)
             if self._wrapper:
                 alike = UsedAlike(self._engine.optimizer, model, self.topology.data, self.device)

@@ -82,6 +82,14 @@ def test_frozen_parameters_are_there_for_when_they_are_thawed() -> None:
     assert {id(p) for p in wrapper.param_groups[0]["params"]} == {id(model.weight), id(model.bias)}
 
 
+def test_rules_are_for_frozen_parameters_too() -> None:
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    wrapper = built(model, optimizer=SGD, paramwise_cfg=dict(bias_lr_mult=0.5))
+    lrs = {id(p): group["lr"] for group in wrapper.param_groups for p in group["params"]}
+    assert lrs[id(model.bias)] == 0.5 * lrs[id(model.weight)]
+
+
 def test_rms_norm_is_a_normalisation_layer() -> None:
     wrapper = built(nn.Sequential(nn.RMSNorm(4)), optimizer=SGD, paramwise_cfg=dict(norm_decay_mult=0.0))
     assert [group["weight_decay"] for group in wrapper.param_groups] == [0.0]
