@@ -13,7 +13,7 @@ PYTEST_SESSIONS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() 
 PYTEST = $(PY) -m pytest --numprocesses $(PYTEST_SESSIONS) --dist worksteal $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs types-and-docs test test-fast test-full test-fuzz test-cluster test-oldest test-gpu test-mmengine test-openmmlab async-io npu-sources lint types unit pytest release-check \
+.PHONY: help demo docs types-and-docs test test-fast test-full test-fuzz test-cluster test-oldest test-newest test-gpu test-mmengine test-openmmlab async-io npu-sources lint types unit pytest release-check \
 	bench format clean distclean
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test-fuzz  2,000 random models under every strategy, beside a loop by hand (FUZZ='--runs 100 --seed 7')"
 	@echo "make test-cluster  Slurm, MPI, torchrun and Ray, started on this machine; root installs what they need"
 	@echo "make test-oldest  the suite with the oldest versions that pyproject.toml allows, on Python 3.10"
+	@echo "make test-newest  the suite with the newest releases and pre-releases of torch, transformers, DeepSpeed and what else is used"
 	@echo "make release-check  the wheel in clean environments, oldest and newest versions; minutes and 5 GB each"
 	@echo "make test-gpu  what needs an accelerator, with a Python that has torch already (PYTHON=...)"
 	@echo "make test-mmengine  MMEngine's own tests, downloaded and translated, compared with what is expected"
@@ -123,6 +124,15 @@ $(OLDEST)/.installed: pyproject.toml tests/oldest.txt
 	@echo "Installing the oldest versions into $(OLDEST); the first time this downloads torch, which takes a while"
 	@PYTHONWARNINGS=ignore $(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint tests/oldest.txt --editable '.[dev]'
 	@touch $@
+
+# Every time anew, because what is newest changes. TRIED in core/base/tried_versions.py takes what has passed.
+NEWEST := .venv-newest
+test-newest: PY = $(NEWEST)/bin/python
+test-newest:
+	$(PYTHON) -m venv --clear $(NEWEST)
+	@PYTHONWARNINGS=ignore $(PY) -m pip --disable-pip-version-check install --quiet --pre --upgrade --editable '.[dev]'
+	@$(PY) -m pip list 2>/dev/null | grep -iE '^(torch|deepspeed|transformers) '
+	$(PYTEST)
 
 # The wheel in clean environments of several versions of Python, as a reader installs it; minutes and 5 GB each, one after the other.
 RELEASE_PYTHONS ?= python3.10 python3.13

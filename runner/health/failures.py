@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from ...core.base.errors import FlexTrainError
+from ...core.base.tried_versions import is_from_private_use, untried
 from ...core.torch_compat.torch_private import is_compile_error
 from ..data.collate import PADDING
 from .origin import Origin, causes, find_origin
@@ -72,6 +73,12 @@ def advice_on(failure: Failure) -> str | None:
         if text := advice(known):
             return text
     return None
+
+
+@rule(r"^(?:AttributeError|ImportError|ModuleNotFoundError|TypeError|KeyError|AssertionError): ")
+def _private(failure: Failure) -> str | None:
+    newer = "; ".join(untried())
+    return f"{newer}: install one of these" if newer and is_from_private_use(failure.error) else None
 
 
 # Advice on errors of forward, backward and the optimizer.
