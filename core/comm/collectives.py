@@ -133,7 +133,7 @@ def all_gather_small(values: Sequence[int], group: Any) -> list[list[int]]:
     communications in multiport message-passing systems).
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    known = torch.tensor([values] * size)
+    known = torch.tensor([values] * size, device="cpu")
     count = 1
     while count < size:
         more = min(count, size - count)
