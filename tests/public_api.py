@@ -22,7 +22,7 @@ import pydantic
 import flextrain
 from flextrain.cli import COMMANDS
 from flextrain.core.base import registry
-from flextrain.runner.parts import AlsoOnClass
+from flextrain.runner.names import AlsoOnClass
 
 RECORD = Path(__file__).with_name("public_api.txt")
 # Beside the names in `__all__` of these modules.
