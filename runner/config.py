@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pydantic
 import torch
@@ -33,12 +33,15 @@ from .data.user_loaders import batch_size
 from .hooks import EmptyCacheHook, Hook, NonFiniteHook, ProfilerHook
 from .hooks.build import build_hooks
 from .hooks.checkpoint import CheckpointHook
-from .loops.config import EvalConfig, TrainConfig
-from .loops.train import EpochBasedTrainLoop, TrainLoop
+from .loops.loop_config import EvalConfig, TrainConfig
+from .loops.train import EpochBasedTrainLoop
 from .metrics.evaluator import check_evaluator
 from .options import FixedOptions, check_options, check_start
 from .reporting import Visualizer, build_log_processor, build_visualizer, check_log_level
 from .transforms.apply import Transform, build_transforms, check_left_out
+
+if TYPE_CHECKING:
+    from .run import TrainingProgress
 
 _WRAPPING = "give strategy=dict(type=..., {})"
 _IN_CFG = {
@@ -368,7 +371,7 @@ def _parts(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 def doubts(
     config: RunConfig,
-    loop: TrainLoop,
+    loop: TrainingProgress,
     optim: OptimWrapper | OptimWrapperDict,
     schedulers: Mapping[str, Sequence[Any]],
 ) -> Iterator[str]:
@@ -398,7 +401,7 @@ def doubts(
             yield f"{where}[{i}].{sentence}"
 
 
-def _of_validation(cfg: Mapping[str, Any], loop: TrainLoop) -> Iterator[str]:
+def _of_validation(cfg: Mapping[str, Any], loop: TrainingProgress) -> Iterator[str]:
     end, unit = (loop.max_epochs, "epoch") if loop.by_epoch else (loop.max_iters, "iteration")
     run = f"beyond the {counted(end, unit)} of training"
     begin, interval = cfg.get("val_begin"), cfg.get("val_interval")
@@ -411,7 +414,7 @@ def _of_validation(cfg: Mapping[str, Any], loop: TrainLoop) -> Iterator[str]:
             yield f"train_cfg.dynamic_intervals[{i}]: {milestone} is {run}, this interval is never used"
 
 
-def _of_accumulation(loop: TrainLoop) -> Iterator[str]:
+def _of_accumulation(loop: TrainingProgress) -> Iterator[str]:
     batches, size = loop.data.num_batches, loop.data.accumulate
     if batches is not None and size > batches:
         yield (

@@ -29,7 +29,7 @@ from .data.dataloaders import build_dataloader
 from .data.first_batches import example_batch
 from .data.user_loaders import batch_size
 from .loops.base import BaseLoop
-from .loops.config import EvalConfig, TrainConfig
+from .loops.loop_config import EvalConfig, TrainConfig
 from .loops.step import Stepper
 from .loops.train import VALIDATION_KEYS, TrainLoop
 from .reporting.model_outline import ModelOutline, outline
@@ -37,7 +37,7 @@ from .resume.weights import ToRead, read_pretrained
 from .transforms.apply import transform
 
 if TYPE_CHECKING:
-    from .run import Run
+    from .run import Run, TrainingProgress
 
 logger = logging.getLogger("flextrain")
 
@@ -167,9 +167,9 @@ class Parts:
             runner=self._run, dataloader=loader, evaluator=evaluator, **config.arguments
         )
 
-    def compared_train_loop(self) -> TrainLoop:
+    def compared_train_loop(self) -> TrainingProgress:
         """Return the training loop, whose lengths of all processes are known: an epoch may be shorter than their data."""
-        loop: TrainLoop = self._run.train_loop
+        loop = self._run.train_loop
         loop.data.compare_lengths(float(self._run.strategy.config.timeout_s))
         return loop
 
@@ -278,7 +278,9 @@ def _finish(model: Any, preprocessor: Any, strategy: Strategy, *, for_training: 
         count_tokens(model)
 
 
-def build_schedulers(given: Any, optim: OptimWrapper | OptimWrapperDict, loop: TrainLoop) -> dict[str, list[Any]]:
+def build_schedulers(
+    given: Any, optim: OptimWrapper | OptimWrapperDict, loop: TrainingProgress
+) -> dict[str, list[Any]]:
     """Build the parameter schedulers of each optimizer, by its name; ``given`` is for all, or a dict by name."""
     by_name = isinstance(given, Mapping) and "type" not in given
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -25,15 +25,15 @@ from .data.checks import check_dataloader
 from .data.user_loaders import Batches
 from .health.oversight import Oversight, told_progress
 from .health.termination import tell_how_it_ended, tell_others
-from .hooks import Hook, HookDispatcher
+from .hooks import HookDispatcher
 from .loops.evaluate import TestLoop
-from .names import RunnerNames
 from .options import Resume, apply_environment, early_preemption
 from .parts import Parts
 from .reporting import MessageHub, build_log_processor, close_logger, setup_logger
 from .reporting.reporter import describe
 from .resume.saver import check_on_error
 from .run_folders import arguments_of, new_log_folder, occupied, write_record
+from .runner_names import RunnerNames
 
 
 class FlexibleRunner(RunnerNames):
@@ -143,28 +143,27 @@ class FlexibleRunner(RunnerNames):
             self._ending: Exception | None = None  # what train() raises once the run has ended in order
             self._depth = 0  # nesting depth of runs: a hook may evaluate
             self.work_dir = str(Path(work_dir).absolute())  # before the start, because events are written there
-            options = config.options
-            apply_environment(options.env_cfg)
+            apply_environment(self.options.env_cfg)
             self.strategy.setup_environment()
             self.watchdog = None
             if self.distributed:
                 from .health.watchdog import Watchdog
 
-                self.watchdog = Watchdog(self.oversight, options.env_cfg.watchdog_options)
+                self.watchdog = Watchdog(self.oversight, self.options.env_cfg.watchdog_options)
             self.strategy.meet("FlexibleRunner()")
             self.oversight.start(self)
         check_agreement(config)
         hooks = config.hooks
-        if options.env_cfg.plan is not None:
+        if self.options.env_cfg.plan is not None:
             from .hooks.planned_memory import planned_memory_hook
 
-            hooks = [*hooks, planned_memory_hook(options.env_cfg.plan, self.strategy)]
+            hooks = [*hooks, planned_memory_hook(self.options.env_cfg.plan, self.strategy)]
         make_writable(Path(self.work_dir), "work_dir")
         self.timestamp = new_log_folder(Path(self.work_dir))
         self.experiment_name = experiment_name or f"{Path(self.work_dir).name}_{self.timestamp}"
         self.log_dir = str(Path(self.work_dir) / self.timestamp)
         self.logger = setup_logger(log_level, Path(self.log_dir) / f"{self.timestamp}.log", self.rank)
-        self.seed = set_seed(**dict(options.randomness), topology=self.strategy.topology)
+        self.seed = set_seed(**dict(self.options.randomness), topology=self.strategy.topology)
         self.logger.info(
             f"{type(self.strategy).__name__} on {self.world_size} process{'es' if self.world_size > 1 else ''}, "
             f"device {self.strategy.device}, seed {self.seed}, work_dir {self.work_dir}"
@@ -180,11 +179,6 @@ class FlexibleRunner(RunnerNames):
             self.experiment_name, Path(self.log_dir) / "vis_data", describe(self.cfg), reports=self.rank == 0
         )
         self._register_first(hooks)
-
-    def _register_first(self, hooks: Iterable[tuple[Hook, int]]) -> None:
-        """Add the hooks of the configuration; what they may look for exists."""
-        for hook, priority in hooks:
-            self.register_hook(hook, priority)
 
     @classmethod
     def from_cfg(cls, cfg: Mapping[str, Any] | Config) -> FlexibleRunner:
@@ -216,7 +210,7 @@ class FlexibleRunner(RunnerNames):
         """Train, from the beginning or from the checkpoint to resume, and return the user's module."""
         self.strategy.meet("train()")
         self._ending = None
-        with self._as_current(), self._watched():
+        with self._watched():
             self._check_trainable()
             loop = self.train_loop
             self._parts.set_up()
@@ -237,13 +231,11 @@ class FlexibleRunner(RunnerNames):
 
     def val(self) -> dict[str, Any]:
         """Validate once, and return the metrics."""
-        with self._as_current():
-            return self._evaluate("val")
+        return self._evaluate("val")
 
     def test(self) -> dict[str, Any]:
         """Test once, and return the metrics."""
-        with self._as_current():
-            return self._evaluate("test")
+        return self._evaluate("test")
 
     def predict(
         self, dataloader: Batches | Mapping[str, Any], *, everywhere: bool = True, **options: Any
@@ -270,7 +262,7 @@ class FlexibleRunner(RunnerNames):
             loader = self._parts.build_dataloader(dataloader, "predict.dataloader", False, self.seed)
             return prediction_loop(self, dataloader, loader, options)
 
-        with self._as_current(), self._with_weights("predict", build) as loop:
+        with self._with_weights("predict", build) as loop:
             before, self._parts.test_loop = self._parts.test_loop, loop
             try:
                 return predictions_of(loop, everywhere)
@@ -307,7 +299,7 @@ class FlexibleRunner(RunnerNames):
         """
         from .predictions import generate
 
-        with self._as_current(), self._with_weights("generate"):
+        with self._with_weights("generate"):
             return generate(self.strategy, inputs, options, seed=seed, memory_limit=memory_limit, by_layer=by_layer)
 
     def save_checkpoint(
@@ -402,17 +394,6 @@ class FlexibleRunner(RunnerNames):
         self.strategy.meet("resume()")
         self._checkpoints.resume(as_path(filename), checked)
 
-    def request_stop(self, reason: str = "request_stop()") -> None:
-        """Let all processes end as a signal would, see Preemption; one process is enough, and any thread may call it.
-
-        For handlers of signals of the program's own, and where there can be none, as in workers of Ray. train() saves and
-        raises Terminated, a SystemExit; so do val() and test(), and the next of these calls if none is in progress.
-
-        Args:
-            reason: one line for the log.
-        """
-        self.oversight.preemption.ask(reason)
-
     def close(self) -> None:
         """Release what the run holds beyond memory: reporters, log files, threads, process groups; may be called again.
 
@@ -477,7 +458,7 @@ class FlexibleRunner(RunnerNames):
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Context in which the watchdog watches, and tells the other processes if this one fails in setting up."""
-        with nullcontext() if self.watchdog is None else self.watchdog.watching(self):
+        with self._as_current(), nullcontext() if self.watchdog is None else self.watchdog.watching(self):
             try:
                 with located(self._parts.config.given["cfg"]):
                     yield

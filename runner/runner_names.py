@@ -21,6 +21,7 @@ from ..strategies.base import Strategy
 from .checkpoints import Checkpoints
 from .config import merging_model
 from .data.dataloaders import build_dataloader
+from .health.oversight import Oversight
 from .hooks import Hook, HookDispatcher
 from .hooks.build import build_hook, priority_of
 from .loops.base import BaseLoop
@@ -110,6 +111,7 @@ class RunnerNames:
     options: FixedOptions
     strategy: Strategy
     hook_calls: HookDispatcher
+    oversight: Oversight
     watchdog: Watchdog | None
     """What watches several processes; None for one."""
     _ending: Exception | None
@@ -229,6 +231,17 @@ class RunnerNames:
         """
         self._ending = error
         self.train_loop.stop_training = True
+
+    def request_stop(self, reason: str = "request_stop()") -> None:
+        """Let all processes end as a signal would, see Preemption; one process is enough, and any thread may call it.
+
+        For handlers of signals of the program's own, and where there can be none, as in workers of Ray. train() saves and
+        raises Terminated, a SystemExit; so do val() and test(), and the next of these calls if none is in progress.
+
+        Args:
+            reason: one line for the log.
+        """
+        self.oversight.preemption.ask(reason)
 
     # Parts: what is not there yet is built
 
@@ -423,6 +436,11 @@ class RunnerNames:
         """Add a hook, after those of the same priority."""
         built = build_hook(hook, "hook")
         self.hook_calls.register(built, priority_of(built, hook, "hook") if priority is None else priority)
+
+    def _register_first(self, hooks: Iterable[tuple[Hook, int]]) -> None:
+        """Add the hooks of the configuration; what they may look for exists."""
+        for hook, priority in hooks:
+            self.register_hook(hook, priority)
 
     def register_custom_hooks(self, hooks: Iterable[Hook | Mapping[str, Any]]) -> None:
         """Add several hooks, see ``register_hook``."""
