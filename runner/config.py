@@ -112,7 +112,11 @@ def check_model(model: Any, data_preprocessor: Any, *, takes_mmengines: bool = F
         takes_mmengines: whether the runner calls subclasses of MMEngine's BaseModel as they expect.
     """
     where = "data_preprocessor"
-    refuse = _take if takes_mmengines else _refuse_model
+
+    def refuse_mmengines(given: Any) -> None:  # MMEngine's other modules are called as any other
+        if not takes_mmengines:
+            refuse_foreign(given, "model", "flextrain.BaseModel", within="mmengine.model.base_model")
+
     if isinstance(data_preprocessor, (Mapping, str, type)):
         must_be(MODELS.check(data_preprocessor, where), nn.Module, f"{where}.type", "torch.nn.Module")
     elif data_preprocessor is not None and not isinstance(data_preprocessor, nn.Module):
@@ -122,7 +126,7 @@ def check_model(model: Any, data_preprocessor: Any, *, takes_mmengines: bool = F
             raise ConfigError(f"{where}: {pretrained.name} takes none")
     elif isinstance(model, (Mapping, str)):
         kind = MODELS.check(model, "model")
-        refuse(kind)
+        refuse_mmengines(kind)
         must_be(kind, nn.Module, "model.type", "torch.nn.Module")
         if data_preprocessor is not None and where not in model:
             with_preprocessor = {**(model if isinstance(model, Mapping) else {"type": model}), where: data_preprocessor}
@@ -131,24 +135,15 @@ def check_model(model: Any, data_preprocessor: Any, *, takes_mmengines: bool = F
             except ConfigError:
                 raise ConfigError(f"{where}: {kind.__name__} takes none") from None
     elif isinstance(model, nn.Module):
-        refuse(model)
+        refuse_mmengines(model)
         if data_preprocessor is not None and not hasattr(model, where):
             raise ConfigError(f"{where}: {type(model).__name__} has no attribute of this name to set")
     elif callable(model):
-        refuse(model)
+        refuse_mmengines(model)
         check_call(model, {}, "model")
         must_be(model, nn.Module, "model", "torch.nn.Module")
     else:
         raise ConfigError(f"model: {type(model).__name__} is not allowed, give a module, dict(type=...), or a function")
-
-
-def _refuse_model(model: Any) -> None:
-    """Raise ConfigError for MMEngine's BaseModel; its other modules are called as any other."""
-    refuse_foreign(model, "model", "flextrain.BaseModel", within="mmengine.model.base_model")
-
-
-def _take(model: Any) -> None:
-    """Refuse nothing."""
 
 
 def must_be(kind: Any, base: type, where: str, what: str) -> None:

@@ -78,7 +78,6 @@ class Parts:
         self.hugging_face: Description | None = None
         self.resumed_from: Path | None = None
         self.is_closed = False
-        self._changes: tuple[tuple[str, str], ...] = ()  # what transforms have done to the model
 
     def set_up(self) -> None:
         """Build the model and set it up, with the optimizer, in the strategy; only once."""
@@ -88,14 +87,15 @@ class Parts:
             return
         run, strategy, trains = self._run, self._run.strategy, self.config.trains
         with self._as_current():
-            model = self._transformed(self.build_model())
+            whole = self.build_model()
+            model, changes = transform(whole, self.config.transforms, strategy, run.seed, run.options.load_from)
         self.hugging_face = describe(model)  # before a strategy changes the configuration
         pretrained = [ToRead(source, model) for source in pretrained_in(model)]
         strategy.expect_values({name for part in pretrained for name in part.names.values()})
         module = module_to_set_up(model, trains=trains)
         loaders = ["train_dataloader"] if trains else ["val_dataloader", "test_dataloader"]
         strategy.example = partial(example_batch, run, loaders)
-        self.outline = outline(module, strategy.shape_of, self._changes)  # before it is distributed
+        self.outline = outline(module, strategy.shape_of, changes)  # before it is distributed
         self.model, optim = strategy.setup(module, self.optim_wrapper)
         self.has_engine, self.optim_wrapper = optim is not self.optim_wrapper, optim
         if self.train_loop is not None:  # options of a strategy may set the number of micro-batches
@@ -116,11 +116,6 @@ class Parts:
         return build_model(
             given["model"], given["data_preprocessor"], self._run.strategy, for_training=self.config.trains
         )
-
-    def _transformed(self, model: nn.Module) -> nn.Module:
-        run = self._run
-        model, self._changes = transform(model, self.config.transforms, run.strategy, run.seed, run.options.load_from)
-        return model
 
     def set_up_schedulers(self) -> None:
         """Build the schedulers of the training loop, once, and log what the configuration rarely means."""
