@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from .config import ELSEWHERE, check_agreement, check_everything
 from .data.checks import check_dataloader
 from .data.user_loaders import Batches
 from .health.oversight import Oversight, told_progress
-from .health.termination import tell_how_it_ended, tell_others
+from .health.termination import tell_how_it_ended
 from .hooks import HookDispatcher
 from .loops.evaluate import TestLoop
 from .options import Resume, apply_environment, early_preemption
@@ -134,6 +134,7 @@ class FlexibleRunner(RunnerNames):
             # A hook may look for the hub when it is made.
             with saying_why_this_process_leaves(launcher), self.message_hub.as_current():
                 config = check_everything(given, takes_mmengines_models=self._kind_of_parts.takes_mmengines_models)
+            # What the run owns beside its configuration: what is built of it, checkpoints, oversight, and reporting below.
             self.options, self.strategy = config.options, config.strategy
             self._parts = self._kind_of_parts(self, config, self._as_current)
             self._checkpoints = Checkpoints(self, self._parts)
@@ -145,11 +146,8 @@ class FlexibleRunner(RunnerNames):
             self.work_dir = str(Path(work_dir).absolute())  # before the start, because events are written there
             apply_environment(self.options.env_cfg)
             self.strategy.setup_environment()
-            self.watchdog = None
             if self.distributed:
-                from .health.watchdog import Watchdog
-
-                self.watchdog = Watchdog(self.oversight, self.options.env_cfg.watchdog_options)
+                self.oversight.watch_processes(self.options.env_cfg.watchdog_options)
             self.strategy.meet("FlexibleRunner()")
             self.oversight.start(self)
         check_agreement(config)
@@ -457,15 +455,9 @@ class FlexibleRunner(RunnerNames):
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Context in which the watchdog watches, and tells the other processes if this one fails in setting up."""
-        with self._as_current(), nullcontext() if self.watchdog is None else self.watchdog.watching(self):
-            try:
-                with located(self._parts.config.given["cfg"]):
-                    yield
-            except BaseException as error:
-                if self.watchdog is not None and not self.watchdog.has_told:
-                    tell_others(self, error, self.watchdog)
-                raise
+        """Context of a call in which other processes learn of an error, and an error has its line of the configuration."""
+        with self._as_current(), self.oversight.watching(self), located(self._parts.config.given["cfg"]):
+            yield
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -484,7 +476,7 @@ class FlexibleRunner(RunnerNames):
                 self._checkpoints.saver.failed.raise_last()
             except BaseException as error:
                 reason = preemption.reason_of(error)
-                tell_how_it_ended(self, reason, has_begun=self._checkpoints.started, watchdog=self.watchdog)
+                tell_how_it_ended(self, reason, has_begun=self._checkpoints.started, watchdog=self.oversight.watchdog)
                 if reason is error:
                     raise
                 raise reason from error

@@ -35,7 +35,6 @@ from .reporting.model_outline import ModelOutline
 from .run_folders import recorded
 
 if TYPE_CHECKING:
-    from .health.watchdog import Watchdog
     from .run import Run
 
 # Names of MMEngine's runners that FlexibleRunner has not, and what to use instead.
@@ -112,8 +111,6 @@ class RunnerNames:
     strategy: Strategy
     hook_calls: HookDispatcher
     oversight: Oversight
-    watchdog: Watchdog | None
-    """What watches several processes; None for one."""
     _ending: Exception | None
     _parts: Parts
     _checkpoints: Checkpoints
@@ -217,7 +214,8 @@ class RunnerNames:
 
         If one has failed alone, the others are not there, and a collective would wait for them. Waits up to a second.
         """
-        return self.watchdog is None or self.watchdog.all_have_failed()
+        watchdog = self.oversight.watchdog
+        return watchdog is None or watchdog.all_have_failed()
 
     def call_hook(self: Run, fn_name: str, **kwargs: Any) -> None:
         """Call every hook at the hook point ``fn_name``."""
