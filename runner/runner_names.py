@@ -89,6 +89,10 @@ class AlsoOnClass:
         return functools.update_wrapper(functools.partial(self._function, instance), self._function)
 
 
+def _of_parts(name: str) -> Any:
+    return property(lambda self: getattr(self._parts, name), lambda self, value: setattr(self._parts, name, value))
+
+
 class RunnerNames:
     """What FlexibleRunner has beside its own methods: each name asks the part of the runner that knows.
 
@@ -310,6 +314,11 @@ class RunnerNames:
         if parts.test_loop is None and parts.config.test is not None:
             parts.test_loop = self.build_test_loop(parts.config.given["test_cfg"])
         return parts.test_loop
+
+    # Hooks, log processors and projects of MMEngine use these; None before the first use.
+    _train_loop = _of_parts("train_loop")
+    _val_loop = _of_parts("val_loop")
+    _test_loop = _of_parts("test_loop")
 
     @property
     def train_dataloader(self) -> Any:

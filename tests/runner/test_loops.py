@@ -32,7 +32,7 @@ class Recorder(Hook):
 
 def _recording(point: str) -> Any:
     def record(self: Recorder, runner: FlexibleRunner, *args: Any, **kwargs: Any) -> None:
-        loop = runner._parts.train_loop
+        loop = runner._train_loop
         self.calls.append((point, loop.epoch if loop else 0, loop.iter if loop else 0))
 
     return record
