@@ -235,7 +235,7 @@ def check_config(config: Config) -> list[str]:
     runner = runner_class(config)
     with located(config):
         given = arguments_given_by(lambda: runner.from_cfg(config))
-        adapts = runner._takes_mmengines_models  # and names are those of MMEngine's registries
+        adapts = runner._kind_of_parts.takes_mmengines_models  # and names are those of MMEngine's registries
         checked = check_everything(given, takes_mmengines_models=adapts)
         return [NOT_CHECKED] if adapts else try_transforms(given, checked.transforms)
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ _FIRST = 2  # batch normalisation cannot train on one sample
 _UPDATES = 2  # the second one has activations and the optimizer's state in memory at the same time
 
 
-def with_batch_size(run: Any, dataloader: Mapping[str, Any], resumed_from: Any = None) -> dict[str, Any]:
+def with_batch_size(run: Any, parts: Any, dataloader: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of the training data with a number in place of ``batch_size="auto"``; a collective then.
 
     A run that is resumed goes on with the number of its checkpoint. Otherwise sizes are doubled, and the gap to the first that
@@ -43,35 +44,35 @@ def with_batch_size(run: Any, dataloader: Mapping[str, Any], resumed_from: Any =
 
     Args:
         run: the runner.
+        parts: its parts.
         dataloader: the runner's ``train_dataloader``.
-        resumed_from: the checkpoint that ``runner.resume`` was given.
 
     Raises:
         ConfigError: it cannot be found for this run, or one sample does not fit.
         LaunchError: memory was too small on some processes only, while the others waited for them.
     """
     run.strategy.meet(f'{_WHERE}="{AUTO}"')
-    source, resumed = (resumed_from, True) if resumed_from is not None else find_start(run)
+    source, resumed = (parts.resumed_from, True) if parts.resumed_from is not None else find_start(run)
     if source is not None and resumed:
         facts = Checkpoint.open_together(as_path(source)).values.get("data")
         if isinstance(facts, dict) and isinstance(size := facts.get("batch_size"), int):
             run.logger.info(f"{_WHERE}: {size}, as in {source}")
             return {**dataloader, "batch_size": size}
-    _check(run)
-    size, too_large = _largest(run, dataloader)
+    _check(run, parts)
+    size, too_large = _largest(run, parts, dataloader)
     why = "all samples that a process has" if too_large is None else f"{too_large} do not fit into memory"
     run.logger.info(f"{_WHERE}: {size} of each process, {why}")
     return {**dataloader, "batch_size": size}
 
 
-def _check(run: Any) -> None:
+def _check(run: Any, parts: Any) -> None:
     if why := run.strategy.needs.processes:  # so has a second strategy of this process the same ones
         raise ConfigError(f'{_WHERE}: "{AUTO}" cannot be tried beside the run, {why}; give a number')
-    if not isinstance(run._given["optim_wrapper"], Mapping):
+    if not isinstance(parts.config.given["optim_wrapper"], Mapping):
         raise ConfigError(f'{_WHERE}: "{AUTO}" needs optim_wrapper as a dict, of which it makes one for the trial')
 
 
-def _largest(run: Any, dataloader: Mapping[str, Any]) -> tuple[int, int | None]:
+def _largest(run: Any, parts: Any, dataloader: Mapping[str, Any]) -> tuple[int, int | None]:
     """Return the largest size that fits, and the smallest that does not; None: all samples fit."""
     trial: _Trial | None = None
     fits, too_large, size = 0, None, _FIRST
@@ -79,7 +80,7 @@ def _largest(run: Any, dataloader: Mapping[str, Any]) -> tuple[int, int | None]:
     try:
         logger.setLevel(logging.WARNING)  # a trial is not the run
         while too_large is None or too_large - fits > 1:
-            trial = trial or _Trial(run, dataloader)
+            trial = trial or _Trial(run, parts, dataloader)
             size = min(size, trial.most)
             if trial.fits(size):
                 fits = size
@@ -114,34 +115,35 @@ class _Trial:
 
     Args:
         run: the runner.
+        parts: its parts.
         dataloader: the configuration of its training data.
     """
 
-    def __init__(self, run: Any, dataloader: Mapping[str, Any]) -> None:
+    def __init__(self, run: Any, parts: Any, dataloader: Mapping[str, Any]) -> None:
         strategy = run.strategy
-        self._run = copy.copy(run)
+        self._run = own = copy.copy(run)
         self._dataloader = {key: value for key, value in dataloader.items() if key != first_samples.KEY}
-        own = self._run
-        given = {**run._given, "train_dataloader": {**dataloader, "batch_size": 1}}
+        given = {**parts.config.given, "train_dataloader": {**dataloader, "batch_size": 1}}
         if isinstance(given["model"], nn.Module):
             given["model"] = copy.deepcopy(given["model"])
-        own._given, own._model, own._stepper, own._train_loop = given, None, None, None
         own.strategy = type(strategy)(
             **{key: getattr(strategy.config, key) for key in strategy.config.model_fields_set}
         )
-        own.optim_wrapper = build_optim_wrapper(given["optim_wrapper"])
+        config = replace(parts.config, given=given, optim_wrapper=build_optim_wrapper(given["optim_wrapper"]))
+        own._parts = self._parts = type(parts)(own, config, run._as_current)
         with kept_random_state(strategy.device):
             own.strategy.setup_environment()
             dataset: Any = self._loader(1).dataset
             self._dataloader["dataset"] = dataset  # made once for all sizes
             self.most = max(len(dataset) // strategy.topology.data.count, 1)
-            own._setup_model()
+            self._parts.set_up()
         stepper = own.stepper
         is_whole = (
-            not any(isinstance(each, DTensor) for each in own.strategy.module.parameters()) and not own._has_engine
+            not any(isinstance(each, DTensor) for each in own.strategy.module.parameters())
+            and not self._parts.has_engine
         )
         if is_whole:  # then no process waits for another one that has no memory left
-            stepper = _Apart(own.strategy, own._model, own.optim_wrapper)
+            stepper = _Apart(own.strategy, own.model, own.optim_wrapper)
         self._stepper: Stepper = stepper
 
     def fits(self, size: int) -> bool:
@@ -166,7 +168,7 @@ class _Trial:
     def end(self) -> None:
         """Let go of the model; the process group stays."""
         self._run.strategy.teardown()
-        self._run._model = self._run._stepper = self._run.optim_wrapper = None
+        self._parts.let_go()
 
     def _batch(self, size: int) -> Any:
         loader, strategy, own = self._loader(size), self._run.strategy, self._run
@@ -188,7 +190,7 @@ class _Trial:
 
     def _loader(self, size: int) -> DataLoader[Any]:
         cfg = {**self._dataloader, "batch_size": size}
-        loader = self._run._build_dataloader(cfg, "train_dataloader", True, self._run.seed)
+        loader = self._parts.build_dataloader(cfg, "train_dataloader", True, self._run.seed)
         if reason := only_once(loader):
             raise ConfigError(f'{_WHERE}: "{AUTO}" needs data that can be read again, {reason}; give a number')
         return loader  # type: ignore[no-any-return]

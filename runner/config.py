@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pydantic
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from ..core.base.config import check_call, refuse_foreign
 from ..core.base.errors import ConfigError, counted, suggest
-from ..core.base.registry import LOOPS, MODELS
+from ..core.base.registry import MODELS
 from ..core.checkpoint.untrusted import one_line
 from ..core.comm.agreement import first_difference
 from ..core.comm.collectives import is_alone
@@ -33,12 +33,15 @@ from .data.user_loaders import batch_size
 from .hooks import EmptyCacheHook, Hook, NonFiniteHook, ProfilerHook
 from .hooks.build import build_hooks
 from .hooks.checkpoint import CheckpointHook
-from .loops.base import BaseLoop
-from .loops.train import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
+from .loops.loop_config import EvalConfig, TrainConfig
+from .loops.train import EpochBasedTrainLoop
 from .metrics.evaluator import check_evaluator
 from .options import FixedOptions, check_options, check_start
 from .reporting import Visualizer, build_log_processor, build_visualizer, check_log_level
 from .transforms.apply import Transform, build_transforms, check_left_out
+
+if TYPE_CHECKING:
+    from .run import TrainingProgress
 
 _WRAPPING = "give strategy=dict(type=..., {})"
 _IN_CFG = {
@@ -109,7 +112,11 @@ def check_model(model: Any, data_preprocessor: Any, *, takes_mmengines: bool = F
         takes_mmengines: whether the runner calls subclasses of MMEngine's BaseModel as they expect.
     """
     where = "data_preprocessor"
-    refuse = _take if takes_mmengines else _refuse_model
+
+    def refuse_mmengines(given: Any) -> None:  # MMEngine's other modules are called as any other
+        if not takes_mmengines:
+            refuse_foreign(given, "model", "flextrain.BaseModel", within="mmengine.model.base_model")
+
     if isinstance(data_preprocessor, (Mapping, str, type)):
         must_be(MODELS.check(data_preprocessor, where), nn.Module, f"{where}.type", "torch.nn.Module")
     elif data_preprocessor is not None and not isinstance(data_preprocessor, nn.Module):
@@ -119,7 +126,7 @@ def check_model(model: Any, data_preprocessor: Any, *, takes_mmengines: bool = F
             raise ConfigError(f"{where}: {pretrained.name} takes none")
     elif isinstance(model, (Mapping, str)):
         kind = MODELS.check(model, "model")
-        refuse(kind)
+        refuse_mmengines(kind)
         must_be(kind, nn.Module, "model.type", "torch.nn.Module")
         if data_preprocessor is not None and where not in model:
             with_preprocessor = {**(model if isinstance(model, Mapping) else {"type": model}), where: data_preprocessor}
@@ -128,24 +135,15 @@ def check_model(model: Any, data_preprocessor: Any, *, takes_mmengines: bool = F
             except ConfigError:
                 raise ConfigError(f"{where}: {kind.__name__} takes none") from None
     elif isinstance(model, nn.Module):
-        refuse(model)
+        refuse_mmengines(model)
         if data_preprocessor is not None and not hasattr(model, where):
             raise ConfigError(f"{where}: {type(model).__name__} has no attribute of this name to set")
     elif callable(model):
-        refuse(model)
+        refuse_mmengines(model)
         check_call(model, {}, "model")
         must_be(model, nn.Module, "model", "torch.nn.Module")
     else:
         raise ConfigError(f"model: {type(model).__name__} is not allowed, give a module, dict(type=...), or a function")
-
-
-def _refuse_model(model: Any) -> None:
-    """Raise ConfigError for MMEngine's BaseModel; its other modules are called as any other."""
-    refuse_foreign(model, "model", "flextrain.BaseModel", within="mmengine.model.base_model")
-
-
-def _take(model: Any) -> None:
-    """Refuse nothing."""
 
 
 def must_be(kind: Any, base: type, where: str, what: str) -> None:
@@ -154,7 +152,7 @@ def must_be(kind: Any, base: type, where: str, what: str) -> None:
         raise ConfigError(f"{where}: {kind.__name__} is no {what}")
 
 
-def check_phase(name: str, **parts: Any) -> bool:
+def check_phase(**parts: Any) -> bool:
     """Return True if the parts of train, val or test are given, which must be all or none.
 
     Raises:
@@ -176,20 +174,19 @@ def check_train(
     *,
     scales_lr: bool,
     validates: bool,
-) -> None:
-    """Check the arguments of training."""
+) -> TrainConfig:
+    """Check the arguments of training, and return what ``train_cfg`` says."""
     check_dataloader(train_dataloader, "train_dataloader")
     train_dataloader, _ = loader_and_shard(train_dataloader)
-    kind, kwargs = train_loop_class(train_cfg)
-    check_call(kind, kwargs, "train_cfg", ("runner", "dataloader"))
+    config = TrainConfig.read(train_cfg)
     is_built = not isinstance(train_dataloader, Mapping)
     sampler = getattr(train_dataloader, "sampler", None) if is_built else train_dataloader.get("sampler")
-    if sampler is not None and is_infinite(sampler) and issubclass(kind, EpochBasedTrainLoop):
+    if sampler is not None and is_infinite(sampler) and issubclass(config.loop, EpochBasedTrainLoop):
         raise ConfigError("train_cfg.by_epoch: an InfiniteSampler has no epochs, give by_epoch=False and max_iters")
     size = batch_size(train_dataloader) if is_built else train_dataloader.get("batch_size", 1)
     if scales_lr and size is None and (is_built or train_dataloader.get("batch_sampler") is None):
         raise ConfigError("auto_scale_lr: the batch size of train_dataloader is not known, scale the rate yourself")
-    _check_schedulers(param_scheduler, optim_wrapper, kind.by_epoch, kwargs.get("max_epochs"), validates)
+    _check_schedulers(param_scheduler, optim_wrapper, config.by_epoch, config.max_epochs, validates)
     if isinstance(optim_wrapper, OptimWrapperDict):
         found = model_class(model)
         if found is not None and not overrides(found, "train_step"):
@@ -198,6 +195,7 @@ def check_train(
                 f"optim_wrapper: has {len(optim_wrapper)} optimizers, {name} must define "
                 "train_step(data, optim_wrapper) to say which is updated when"
             )
+    return config
 
 
 def _check_schedulers(given: Any, optim: Any, by_epoch: bool, max_epochs: int | None, validates: bool) -> None:
@@ -239,82 +237,31 @@ def merging_model(model: Any) -> type | None:
     return kind if issubclass(kind, BaseTTAModel) else None
 
 
-_COUNTS = ("max_epochs", "max_iters", "val_begin", "val_interval")
-
-
-def _whole(value: Any) -> Any:
-    """Return a float that is whole, such as 1e5, as an integer."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def train_loop_class(train_cfg: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the class of the training loop, and its arguments."""
-    if not isinstance(train_cfg, Mapping):
-        raise ConfigError(f"train_cfg: {train_cfg!r} is not allowed, give dict(by_epoch=True, max_epochs=...)")
-    kwargs = {name: _whole(value) if name in _COUNTS else value for name, value in train_cfg.items()}
-    by_epoch = kwargs.pop("by_epoch", None)
-    if by_epoch is not None and not isinstance(by_epoch, bool):
-        raise ConfigError(f"train_cfg.by_epoch: {by_epoch!r} is not allowed, give True or False")
-    kind = kwargs.pop("type", None)
-    if kind is not None:
-        if by_epoch is not None:
-            raise ConfigError("train_cfg.by_epoch: has no meaning beside train_cfg.type, give one of them")
-        loop = LOOPS.resolve(kind, "train_cfg.type")
-        refuse_foreign(loop, "train_cfg.type", "flextrain.runner.loops.train.TrainLoop", LOOPS)
-        if inspect.isclass(loop) and not issubclass(loop, TrainLoop):
-            raise ConfigError(
-                f"train_cfg.type: {loop.__name__} is no training loop; subclass EpochBasedTrainLoop or IterBasedTrainLoop, "
-                "which count for checkpoints and schedules, and define run_iter, run_epoch or run"
-            )
-        return loop, kwargs
-    if by_epoch is None:
-        if kwargs.get("max_iters") is not None and kwargs.get("max_epochs") is not None:
-            raise ConfigError("train_cfg.max_iters: max_epochs is given too, keep one of them")
-        by_epoch = "max_iters" not in kwargs
-    for wrong, right in (("max_iters", "max_epochs"), ("max_epochs", "max_iters")):
-        if wrong in kwargs and right == ("max_epochs" if by_epoch else "max_iters"):
-            raise ConfigError(f"train_cfg.{wrong}: has no meaning with by_epoch={by_epoch}, give {right}")
-    return (EpochBasedTrainLoop if by_epoch else IterBasedTrainLoop), kwargs
-
-
-def check_evaluation(mode: str, dataloader: Any, cfg: Any, evaluator: Any) -> None:
-    """Check the arguments of validation or testing."""
+def check_evaluation(mode: str, dataloader: Any, cfg: Any, evaluator: Any) -> EvalConfig:
+    """Check the arguments of validation or testing, and return what ``val_cfg`` or ``test_cfg`` says."""
     check_dataloader(dataloader, f"{mode}_dataloader", training=False)
-    kind, kwargs = eval_loop_class(cfg, mode)
-    check_call(kind, kwargs, f"{mode}_cfg", ("runner", "dataloader", "evaluator"))
+    config = EvalConfig.read(cfg, mode)
     check_evaluator(evaluator, f"{mode}_evaluator")
-
-
-def eval_loop_class(cfg: Mapping[str, Any], mode: str) -> tuple[Any, dict[str, Any]]:
-    """Return the class of the loop of validation or testing, and its arguments."""
-    if not isinstance(cfg, Mapping):
-        raise ConfigError(f"{mode}_cfg: {cfg!r} is not allowed, give dict()")
-    where = f"{mode}_cfg.type"
-    kind = LOOPS.resolve(cfg.get("type", "ValLoop" if mode == "val" else "TestLoop"), where)
-    refuse_foreign(kind, where, "flextrain.BaseLoop", LOOPS)
-    if inspect.isclass(kind):
-        must_be(kind, BaseLoop, where, "evaluation loop")
-        if issubclass(kind, TrainLoop):
-            raise ConfigError(f"{where}: {kind.__name__} is no evaluation loop")
-        parameters = inspect.signature(kind).parameters.values()
-        if not any(p.name == "evaluator" or p.kind is p.VAR_KEYWORD for p in parameters):
-            raise ConfigError(f"{where}: {kind.__name__} takes no evaluator; take runner, dataloader and evaluator")
-    return kind, {key: value for key, value in cfg.items() if key != "type"}
-
-
-def check_logging(log_processor: Any, log_level: Any, by_epoch: bool) -> None:
-    """Check the arguments of logging; a log processor is built for the check."""
-    check_log_level(log_level)
-    build_log_processor(log_processor, by_epoch)
+    return config
 
 
 # Check all arguments of a runner, and build the parts that need no process group and no model.
 
 
 @dataclass(frozen=True)
-class Checked:
-    """The checked arguments, and the parts built from them."""
+class RunConfig:
+    """The checked configuration of a run: its arguments, each read once, and the parts that need no process group.
 
+    Attributes:
+        given: the runner's arguments as they were given.
+        options: those that are plain values.
+        trains: whether the run can train; False also for a model that only merges predictions.
+        by_epoch: whether training is counted in passes over the data; True without training.
+        hooks: each with its priority.
+        train: ``train_cfg``; None without the arguments of training. ``val`` and ``test`` are the same for evaluations.
+    """
+
+    given: Mapping[str, Any]
     options: FixedOptions
     strategy: Strategy
     optim_wrapper: OptimWrapper | OptimWrapperDict | None
@@ -323,9 +270,17 @@ class Checked:
     trains: bool
     by_epoch: bool
     transforms: tuple[Transform, ...]
+    train: TrainConfig | None
+    val: EvalConfig | None
+    test: EvalConfig | None
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is a validation."""
+        return self.val is not None
 
 
-def check_everything(given: Mapping[str, Any], *, takes_mmengines_models: bool = False) -> Checked:
+def check_everything(given: Mapping[str, Any], *, takes_mmengines_models: bool = False) -> RunConfig:
     """Check the arguments of a runner.
 
     Args:
@@ -343,12 +298,12 @@ def check_everything(given: Mapping[str, Any], *, takes_mmengines_models: bool =
         )
     check_model(given["model"], given["data_preprocessor"], takes_mmengines=takes_mmengines_models)
     transforms = build_transforms(given["transforms"])
-    trains = check_phase("train", **_parts(given, "train_dataloader", "train_cfg", "optim_wrapper"))
+    trains = check_phase(**_parts(given, "train_dataloader", "train_cfg", "optim_wrapper"))
     validates = given["val_dataloader"] is not None
-    optim_wrapper = None
+    optim_wrapper, train = None, None
     if trains:
         optim_wrapper = build_optim_wrapper(given["optim_wrapper"])
-        check_train(
+        train = check_train(
             given["train_dataloader"],
             given["train_cfg"],
             optim_wrapper,
@@ -371,17 +326,18 @@ def check_everything(given: Mapping[str, Any], *, takes_mmengines_models: bool =
         if given["resume"]:
             raise ConfigError(f"resume: has no meaning with {merging.__name__}, which is only tested, give load_from")
         trains, optim_wrapper = False, None
+    evaluations: dict[str, EvalConfig | None] = {}
     for mode in ("val", "test"):
         parts = _parts(given, f"{mode}_dataloader", f"{mode}_cfg", f"{mode}_evaluator")
-        if check_phase(mode, **parts):
-            check_evaluation(mode, *parts.values())
+        evaluations[mode] = check_evaluation(mode, *parts.values()) if check_phase(**parts) else None
     visualizer = build_visualizer(given["visualizer"])
     with visualizer.as_current():  # a hook may look for it when it is made
         hooks = build_hooks(given["default_hooks"], given["custom_hooks"], validates=validates)
     if options.env_cfg.nonfinite == "ignore":
         hooks = [(hook, priority) for hook, priority in hooks if not isinstance(hook, NonFiniteHook)]
-    by_epoch = not trains or train_loop_class(given["train_cfg"])[0].by_epoch
-    check_logging(given["log_processor"], given["log_level"], by_epoch)
+    by_epoch = not trains or train is None or train.by_epoch
+    check_log_level(given["log_level"])
+    build_log_processor(given["log_processor"], by_epoch)  # for the check
     strategy = build_strategy(
         given["strategy"],
         given_as=dict(backend="env_cfg.dist_cfg.backend", timeout_s="env_cfg.dist_cfg.timeout"),
@@ -396,7 +352,9 @@ def check_everything(given: Mapping[str, Any], *, takes_mmengines_models: bool =
     if optim_wrapper is not None:
         guard_updates(optim_wrapper, skips=options.env_cfg.nonfinite == "skip")
         strategy.check(model_class(given["model"]), optim_wrapper)
-    return Checked(options, strategy, optim_wrapper, hooks, visualizer, trains, by_epoch, transforms)
+    return RunConfig(
+        given, options, strategy, optim_wrapper, hooks, visualizer, trains, by_epoch, transforms, train, **evaluations
+    )
 
 
 def _parts(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -407,25 +365,22 @@ def _parts(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def doubts(
-    train_cfg: Mapping[str, Any],
-    param_scheduler: Any,
-    loop: TrainLoop,
+    config: RunConfig,
+    loop: TrainingProgress,
     optim: OptimWrapper | OptimWrapperDict,
     schedulers: Mapping[str, Sequence[Any]],
-    *,
-    validates: bool,
 ) -> Iterator[str]:
     """Yield a line for each such key, to be logged before training; the run is as configured all the same.
 
     Args:
-        train_cfg, param_scheduler: the runner's arguments.
+        config: the checked configuration.
         loop: the training loop.
         optim: the built wrapper.
         schedulers: the schedulers of each optimizer, by its name.
-        validates: whether there is validation.
     """
-    if validates:
-        yield from _of_validation(train_loop_class(train_cfg)[1], loop)
+    param_scheduler = config.given["param_scheduler"]
+    if config.validates and config.train is not None:
+        yield from _of_validation(config.train.arguments, loop)
     yield from _of_accumulation(loop)
     yield from _of_learning_rates(optim, schedulers)
     for name, group in schedulers.items():
@@ -441,7 +396,7 @@ def doubts(
             yield f"{where}[{i}].{sentence}"
 
 
-def _of_validation(cfg: Mapping[str, Any], loop: TrainLoop) -> Iterator[str]:
+def _of_validation(cfg: Mapping[str, Any], loop: TrainingProgress) -> Iterator[str]:
     end, unit = (loop.max_epochs, "epoch") if loop.by_epoch else (loop.max_iters, "iteration")
     run = f"beyond the {counted(end, unit)} of training"
     begin, interval = cfg.get("val_begin"), cfg.get("val_interval")
@@ -454,7 +409,7 @@ def _of_validation(cfg: Mapping[str, Any], loop: TrainLoop) -> Iterator[str]:
             yield f"train_cfg.dynamic_intervals[{i}]: {milestone} is {run}, this interval is never used"
 
 
-def _of_accumulation(loop: TrainLoop) -> Iterator[str]:
+def _of_accumulation(loop: TrainingProgress) -> Iterator[str]:
     batches, size = loop.data.num_batches, loop.data.accumulate
     if batches is not None and size > batches:
         yield (
@@ -486,36 +441,32 @@ _LOOK_ON = (ProfilerHook, EmptyCacheHook)
 _PLAIN_TYPES = (type(None), bool, int, float, str, enum.Enum, torch.dtype)
 
 
-def check_agreement(given: Mapping[str, Any], checked: Checked) -> None:
-    """Raise ConfigError on every process if the configurations differ; a collective.
-
-    Args:
-        given: the runner's arguments.
-        checked: the checked arguments, and the parts built from them.
-    """
+def check_agreement(config: RunConfig) -> None:
+    """Raise ConfigError on every process if the configurations differ; a collective."""
     if is_alone():
         return
-    if found := first_difference(dict(_described(given, checked))):
+    if found := first_difference(dict(_described(config))):
         raise ConfigError(f"{found}; every process has to be configured alike")
 
 
-def _described(given: Mapping[str, Any], checked: Checked) -> Iterator[tuple[str, str]]:
-    yield "strategy.type", _name(type(checked.strategy))
-    yield from _flat("strategy", checked.strategy.config, leave_out=("timeout_s", "launcher"))
+def _described(config: RunConfig) -> Iterator[tuple[str, str]]:
+    given = config.given
+    yield "strategy.type", _name(type(config.strategy))
+    yield from _flat("strategy", config.strategy.config, leave_out=("timeout_s", "launcher"))
     for key in _ALIKE:
         yield from _flat(key, given[key])
     for key in _PRESENT:
         yield key, "not given" if given[key] is None else "given"
-    yield "env_cfg.plan", "not given" if checked.options.env_cfg.plan is None else "given"
+    yield "env_cfg.plan", "not given" if config.options.env_cfg.plan is None else "given"
     for mode in ("val", "test"):
         evaluator = given[f"{mode}_evaluator"]
         for i, metric in enumerate(evaluator if isinstance(evaluator, (list, tuple)) else [evaluator]):
             yield f"{mode}_evaluator[{i}].type", _kind(metric)
-    resumed = checked.options.resume_options
+    resumed = config.options.resume_options
     yield "resume", "not given" if resumed is None else "given"
     if resumed is not None:
         yield from _flat("resume", resumed, leave_out=("path",))
-    yield from _of_hooks([hook for hook, _ in checked.hooks])
+    yield from _of_hooks([hook for hook, _ in config.hooks])
 
 
 def _of_hooks(hooks: list[Hook]) -> Iterator[tuple[str, str]]:

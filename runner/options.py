@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
+import torch
 
 from ..core.base.config import Config, PositiveInt, validate
 from ..core.base.errors import CheckpointError, ConfigError, suggest
@@ -160,6 +163,25 @@ class Environment(Config):
     def dry_batches(self) -> int:
         """Number of batches of the dry pass; 0: none."""
         return 2 * self.dry_run if isinstance(self.dry_run, bool) else self.dry_run
+
+
+def apply_environment(env: Environment) -> None:
+    """Apply the process-wide settings of ``env_cfg``."""
+    if env.mp_cfg.mp_start_method is not None:
+        multiprocessing.set_start_method(env.mp_cfg.mp_start_method, force=True)
+    if env.mp_cfg.opencv_num_threads is not None:
+        _limit_opencv(env.mp_cfg.opencv_num_threads)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(env.resource_limit, soft), hard), hard))
+    torch.backends.cudnn.benchmark = env.cudnn_benchmark
+
+
+def _limit_opencv(threads: int) -> None:
+    try:
+        import cv2
+    except ModuleNotFoundError:  # OpenCV is optional, but every MMEngine configuration has this key
+        return
+    cv2.setNumThreads(threads)
 
 
 def early_preemption(env_cfg: Any) -> PreemptionOptions | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -133,17 +134,18 @@ def recorded(own: Mapping[str, Any], cfg: Config | Mapping[str, Any] | None, see
     return {**own, **(cfg or {}), "seed": seed}
 
 
-def text_of(cfg: Any) -> tuple[str, str]:
-    """Return a configuration as text of a Python file, and why there is none; both are empty for what is no Config."""
+def write_record(cfg: Any, folders: Sequence[str], logger: logging.Logger) -> str:
+    """Write a resolved configuration to the folders, the work directory and that of the log, and return it as text.
+
+    The text is empty for what is no Config, and for one that no file can hold, which the log says.
+    """
     if not isinstance(cfg, Config):
-        return "", ""
+        return ""
     try:
-        return cfg.pretty_text, ""
+        text = cfg.pretty_text
     except ConfigError as error:
-        return "", f"The configuration is not written to work_dir: {error}"
-
-
-def write_record(text: str, work_dir: str, log_dir: str) -> None:
-    """Write a resolved configuration to the work directory, which has the newest run's, and to the run's log folder."""
-    for folder in (work_dir, log_dir):
+        logger.info(f"The configuration is not written to work_dir: {error}")
+        return ""
+    for folder in folders if text else ():
         Path(folder, RESOLVED).write_text(text, encoding="utf-8")
+    return text

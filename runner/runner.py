@@ -6,14 +6,14 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
-from ..core.base.config import check_call, check_keywords, known_keywords
+from ..core.base.config import check_call, check_keywords, known_keywords, validate
 from ..core.base.errors import ConfigError, NonFiniteError
 from ..core.base.registry import RUNNER as OTHER_TRAINERS
-from ..core.checkpoint import make_writable
+from ..core.checkpoint import as_path, make_writable
 from ..core.comm.agreement import raising_together
 from ..core.config_files import Config, located
 from ..core.random.generators import set_seed
@@ -24,16 +24,19 @@ from .config import ELSEWHERE, check_agreement, check_everything
 from .data.checks import check_dataloader
 from .data.user_loaders import Batches
 from .health.oversight import Oversight, told_progress
-from .health.termination import tell_how_it_ended, tell_others
+from .health.termination import tell_how_it_ended
+from .hooks import HookDispatcher
 from .loops.evaluate import TestLoop
-from .options import early_preemption
-from .parts import apply_environment
+from .options import Resume, apply_environment, early_preemption
+from .parts import Parts
 from .reporting import MessageHub, build_log_processor, close_logger, setup_logger
 from .reporting.reporter import describe
-from .run_folders import arguments_of, new_log_folder, occupied, text_of, write_record
+from .resume.saver import check_on_error
+from .run_folders import arguments_of, new_log_folder, occupied, write_record
+from .runner_names import RunnerNames
 
 
-class FlexibleRunner(Checkpoints):
+class FlexibleRunner(RunnerNames):
     """Trains, validates and tests a model; a strategy distributes it over devices.
 
     The constructor checks all arguments; data, model and optimizer are built when they are first needed.
@@ -87,7 +90,7 @@ class FlexibleRunner(Checkpoints):
         ConfigError: an argument is invalid; all checks that need no process group and no model come first.
     """
 
-    _takes_mmengines_models = False
+    _kind_of_parts: type[Parts] = Parts
 
     @known_keywords({**OTHER_TRAINERS, **ELSEWHERE})
     def __init__(
@@ -130,51 +133,50 @@ class FlexibleRunner(Checkpoints):
         with self.oversight.preemption.forming(launcher):
             # A hook may look for the hub when it is made.
             with saying_why_this_process_leaves(launcher), self.message_hub.as_current():
-                checked = check_everything(given, takes_mmengines_models=self._takes_mmengines_models)
-            super().__init__(given, checked)
+                config = check_everything(given, takes_mmengines_models=self._kind_of_parts.takes_mmengines_models)
+            # What the run owns beside its configuration: what is built of it, checkpoints, oversight, and reporting below.
+            self.options, self.strategy = config.options, config.strategy
+            self._parts = self._kind_of_parts(self, config, self._as_current)
+            self._checkpoints = Checkpoints(self, self._parts)
+            self.hook_calls = HookDispatcher()
+            self.stop_check: Callable[[str], None] | None = None
+            self.late_parameters: list[str] = []  # those named in the log so far
+            self._ending: Exception | None = None  # what train() raises once the run has ended in order
+            self._depth = 0  # nesting depth of runs: a hook may evaluate
             self.work_dir = str(Path(work_dir).absolute())  # before the start, because events are written there
-            options = checked.options
-            apply_environment(options.env_cfg)
+            apply_environment(self.options.env_cfg)
             self.strategy.setup_environment()
             if self.distributed:
-                from .health.watchdog import Watchdog
-
-                self.watchdog = Watchdog(self.oversight, options.env_cfg.watchdog_options)
+                self.oversight.watch_processes(self.options.env_cfg.watchdog_options)
             self.strategy.meet("FlexibleRunner()")
             self.oversight.start(self)
-        check_agreement(given, checked)
-        hooks = checked.hooks
-        if options.env_cfg.plan is not None:
+        check_agreement(config)
+        hooks = config.hooks
+        if self.options.env_cfg.plan is not None:
             from .hooks.planned_memory import planned_memory_hook
 
-            hooks = [*hooks, planned_memory_hook(options.env_cfg.plan, self.strategy)]
+            hooks = [*hooks, planned_memory_hook(self.options.env_cfg.plan, self.strategy)]
         make_writable(Path(self.work_dir), "work_dir")
         self.timestamp = new_log_folder(Path(self.work_dir))
         self.experiment_name = experiment_name or f"{Path(self.work_dir).name}_{self.timestamp}"
         self.log_dir = str(Path(self.work_dir) / self.timestamp)
         self.logger = setup_logger(log_level, Path(self.log_dir) / f"{self.timestamp}.log", self.rank)
-        self.seed = set_seed(**dict(options.randomness), topology=self.strategy.topology)
+        self.seed = set_seed(**dict(self.options.randomness), topology=self.strategy.topology)
         self.logger.info(
             f"{type(self.strategy).__name__} on {self.world_size} process{'es' if self.world_size > 1 else ''}, "
             f"device {self.strategy.device}, seed {self.seed}, work_dir {self.work_dir}"
         )
         if left_alone := self.oversight.preemption.left_alone:
             self.logger.info(left_alone)
-        self.config_text, why_not = text_of(cfg)
-        if why_not:
-            self.logger.info(why_not)
-        if self.config_text and self.rank == 0:
-            write_record(self.config_text, self.work_dir, self.log_dir)
+        self.config_text = write_record(cfg, [self.work_dir, self.log_dir] if self.rank == 0 else [], self.logger)
         self.message_hub.topology = self.strategy.topology
         self.message_hub.belong_to(self.experiment_name)
-        self.log_processor = build_log_processor(log_processor, checked.by_epoch)
-        self.visualizer = checked.visualizer
+        self.log_processor = build_log_processor(log_processor, config.by_epoch)
+        self.visualizer = config.visualizer
         self.visualizer.belong_to_run(
             self.experiment_name, Path(self.log_dir) / "vis_data", describe(self.cfg), reports=self.rank == 0
         )
         self._register_first(hooks)
-        self._depth = 0  # nesting depth of runs: a hook may evaluate
-        self._is_closed = False
 
     @classmethod
     def from_cfg(cls, cfg: Mapping[str, Any] | Config) -> FlexibleRunner:
@@ -206,15 +208,13 @@ class FlexibleRunner(Checkpoints):
         """Train, from the beginning or from the checkpoint to resume, and return the user's module."""
         self.strategy.meet("train()")
         self._ending = None
-        with self._as_current(), self._watched():
+        with self._watched():
             self._check_trainable()
             loop = self.train_loop
-            self._setup_model()
-            self._setup_schedulers()
+            self._parts.set_up()
+            self._parts.set_up_schedulers()
             with occupied([Path(self.work_dir), self.checkpoint_dir], self.fast_checkpoint_dir), self._running():
-                self._load_or_resume()
-                self._check_initialised()
-                self._say_if_done()
+                self._checkpoints.start_training()
                 if loop.is_torn:  # train() was called again after an update failed midway
                     self.strategy.drop_gradients()
                     loop.is_torn = False
@@ -222,20 +222,18 @@ class FlexibleRunner(Checkpoints):
                     loop.run()
                     if isinstance(self._ending, NonFiniteError):  # which has failed, whatever it has saved
                         raise self._ending
-            self._end_workers()
+            self._parts.end_workers()
         if self._ending is not None:
             raise self._ending
         return self.strategy.module
 
     def val(self) -> dict[str, Any]:
         """Validate once, and return the metrics."""
-        with self._as_current():
-            return self._evaluate("val")
+        return self._evaluate("val")
 
     def test(self) -> dict[str, Any]:
         """Test once, and return the metrics."""
-        with self._as_current():
-            return self._evaluate("test")
+        return self._evaluate("test")
 
     def predict(
         self, dataloader: Batches | Mapping[str, Any], *, everywhere: bool = True, **options: Any
@@ -259,16 +257,16 @@ class FlexibleRunner(Checkpoints):
 
         def build() -> TestLoop:
             check_dataloader(dataloader, "predict.dataloader", training=False)
-            loader = self._build_dataloader(dataloader, "predict.dataloader", False, self.seed)
+            loader = self._parts.build_dataloader(dataloader, "predict.dataloader", False, self.seed)
             return prediction_loop(self, dataloader, loader, options)
 
-        with self._as_current(), self._with_weights("predict", build) as loop:
-            before, self._test_loop = self._test_loop, loop
+        with self._with_weights("predict", build) as loop:
+            before, self._parts.test_loop = self._parts.test_loop, loop
             try:
                 return predictions_of(loop, everywhere)
             finally:
                 loop._end_workers()
-                self._test_loop = before
+                self._parts.test_loop = before
 
     def generate(
         self,
@@ -299,19 +297,100 @@ class FlexibleRunner(Checkpoints):
         """
         from .predictions import generate
 
-        with self._as_current(), self._with_weights("generate"):
+        with self._with_weights("generate"):
             return generate(self.strategy, inputs, options, seed=seed, memory_limit=memory_limit, by_layer=by_layer)
 
-    def request_stop(self, reason: str = "request_stop()") -> None:
-        """Let all processes end as a signal would, see Preemption; one process is enough, and any thread may call it.
+    def save_checkpoint(
+        self,
+        out_dir: str | Path,
+        filename: str,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        meta: Mapping[str, Any] | None = None,
+        async_save: bool = False,
+        verify: bool = False,
+        on_error: Literal["raise", "continue"] = "raise",
+    ) -> str:
+        """Write the checkpoint directory ``out_dir/filename``; a collective.
 
-        For handlers of signals of the program's own, and where there can be none, as in workers of Ray. train() saves and
-        raises Terminated, a SystemExit; so do val() and test(), and the next of these calls if none is in progress.
+        If it has the optimizer state, and so can be resumed, ``latest`` names it from then on.
 
         Args:
-            reason: one line for the log.
+            meta: plain values to save beside the state.
+            async_save: return after the state is copied to the CPU, and write it in the background; see
+                ``finish_saving``. The copy takes as much memory as this process writes, and is kept for the next save.
+            verify: read back what was written before the checkpoint counts as complete.
+            on_error: "continue" logs a warning when storage fails, and ``train()`` raises only if the last save has
+                failed; ``save_failed`` tells. A process that is lost and state that cannot be saved raise in any case.
+
+        Raises:
+            CheckpointError: this save failed, or the previous one failed in the background.
+            ConfigError: ``on_error`` is something else.
         """
-        self.oversight.preemption.ask(reason)
+        check_on_error(on_error, "save_checkpoint.on_error")
+        path = as_path(out_dir) / filename
+        self._checkpoints.saver.save(
+            path,
+            save_optimizer=save_optimizer,
+            save_param_scheduler=save_param_scheduler,
+            meta=meta,
+            in_background=async_save,
+            verify=verify,
+            on_error=on_error,
+        )
+        return str(path)
+
+    def load_checkpoint(
+        self,
+        filename: str | Path,
+        strict: bool = False,
+        revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
+    ) -> None:
+        """Load weights into the model; a collective.
+
+        Args:
+            filename: a path or URL that ``load_from`` accepts.
+            strict: raise if any name or shape does not fit; otherwise this is logged.
+            revise_keys: (pattern, replacement) pairs of ``re.sub``, applied in this order to all names of the file.
+
+        Raises:
+            ConfigError: ``strict`` is not a bool, or ``revise_keys`` are not such pairs; nothing was read.
+            CheckpointError: nothing fits; with ``strict``, something does not fit; or the file cannot be read.
+        """
+        self._checkpoints.load(filename, strict, revise_keys)
+
+    @known_keywords()
+    def resume(
+        self,
+        filename: str | Path,
+        resume_optimizer: bool = True,
+        resume_param_scheduler: bool = True,
+        *,
+        random: bool = True,
+        hooks: bool = True,
+        logs: bool = True,
+        data: bool = True,
+        verify: bool = True,
+    ) -> None:
+        """Restore a run from a checkpoint, except the pieces that are left out; a collective.
+
+        In the middle of an epoch the run continues with the next sample, on any number of processes and with any batch
+        size. RNG states are restored for the same number of processes. For another number, every process uses a new
+        seed made of the run's seed, the iteration and its rank.
+
+        Args:
+            filename: the checkpoint directory.
+            resume_optimizer, resume_param_scheduler, random, hooks, logs, data, verify: see ``resume`` of the runner.
+
+        Raises:
+            CheckpointError: a piece is missing or damaged, or does not fit; the message says how to leave it out.
+            ConfigError: an unknown keyword.
+        """
+        options = {"optimizer": resume_optimizer, "param_scheduler": resume_param_scheduler}
+        options |= {"random": random, "hooks": hooks, "logs": logs, "data": data, "verify": verify}
+        checked = validate(Resume, options, "resume")
+        self.strategy.meet("resume()")
+        self._checkpoints.resume(as_path(filename), checked)
 
     def close(self) -> None:
         """Release what the run holds beyond memory: reporters, log files, threads, process groups; may be called again.
@@ -319,18 +398,18 @@ class FlexibleRunner(Checkpoints):
         For programs that make several runners. ``with FlexibleRunner(...) as runner:`` calls it at the end. A process
         group that the program has made itself stays. After ``close()`` the runner is no longer used.
         """
-        if self._is_closed:
+        if self._parts.is_closed:
             return
-        self._is_closed = True
-        with ExitStack() as parts:  # what comes last is released first, and all of it even if something raises
-            parts.callback(close_logger, self.log_dir)
-            parts.callback(self.strategy.teardown)
-            parts.callback(self.oversight.stop)
-            parts.callback(self._end_workers)
-            parts.callback(self.visualizer.close)
+        self._parts.is_closed = True
+        with ExitStack() as stack:  # what comes last is released first, and all of it even if something raises
+            stack.callback(close_logger, self.log_dir)
+            stack.callback(self.strategy.teardown)
+            stack.callback(self.oversight.stop)
+            stack.callback(self._parts.end_workers)
+            stack.callback(self.visualizer.close)
             self.finish_saving()
-        self._model = self._stepper = self.optim_wrapper = self._ending = None
-        self.schedulers = {}
+        self._parts.let_go()
+        self._ending = None
 
     def __enter__(self) -> FlexibleRunner:
         return self
@@ -344,24 +423,11 @@ class FlexibleRunner(Checkpoints):
         except Exception as second:  # logged, because it must not hide the first error
             self.logger.error(f"close(): {second}")
 
-    def _setup_model(self) -> None:
-        if self._is_closed:
-            raise ConfigError("FlexibleRunner: this run is closed, make another runner")
-        super()._setup_model()
-
-    def _say_if_done(self) -> None:
-        loop = self.train_loop
-        key, done, goal = (
-            ("max_epochs", loop.epoch, loop.max_epochs) if loop.by_epoch else ("max_iters", loop.iter, loop.max_iters)
-        )
-        if done >= goal:
-            self.logger.info(f"Nothing is left to train: {done} of {key}={goal} are done")
-
-    def _end_workers(self) -> None:
-        """End workers that dataloaders keep between passes, which the garbage collector does in five seconds each."""
-        for loop in (self._train_loop, self._val_loop):
-            if loop is not None:
-                loop._end_workers()
+    @contextmanager
+    def _as_current(self) -> Iterator[None]:
+        """Make the message hub and the visualizer those that ``get_current_instance`` returns."""
+        with self.message_hub.as_current(), self.visualizer.as_current():
+            yield
 
     def _evaluate(self, mode: str) -> dict[str, Any]:
         def build() -> Any:
@@ -382,26 +448,16 @@ class FlexibleRunner(Checkpoints):
         self.strategy.meet(f"{call}()")
         with self._watched():
             built = build()
-            self._setup_model()
+            self._parts.set_up()
             with self._running():
-                self._load_source()
+                self._checkpoints.start_evaluation()
                 yield built
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Context in which the watchdog watches, and tells the other processes if this one fails in setting up."""
-        if self.watchdog is None:
-            with located(self._given["cfg"]):
-                yield
-            return
-        with self.watchdog.watching(self):
-            try:
-                with located(self._given["cfg"]):
-                    yield
-            except BaseException as error:
-                if not self.watchdog.has_told:
-                    tell_others(self, error, self.watchdog)
-                raise
+        """Context of a call in which other processes learn of an error, and an error has its line of the configuration."""
+        with self._as_current(), self.oversight.watching(self), located(self._parts.config.given["cfg"]):
+            yield
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -412,17 +468,17 @@ class FlexibleRunner(Checkpoints):
         preemption = self.oversight.preemption
         with preemption.running():
             try:
-                self._begin()
+                self._checkpoints.begin()
                 yield
                 self.finish_saving()
                 self.call_hook("after_run")
                 self.visualizer.close()  # a hook after LoggerHook may have added something, or there is no LoggerHook
-                self._saver.failed.raise_last()
+                self._checkpoints.saver.failed.raise_last()
             except BaseException as error:
                 reason = preemption.reason_of(error)
-                tell_how_it_ended(self, reason, has_begun=self._started, watchdog=self.watchdog)
+                tell_how_it_ended(self, reason, has_begun=self._checkpoints.started, watchdog=self.oversight.watchdog)
                 if reason is error:
                     raise
                 raise reason from error
             finally:
-                self._has_begun, self._depth = False, 0
+                self._checkpoints.has_begun, self._depth = False, 0

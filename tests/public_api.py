@@ -22,7 +22,7 @@ import pydantic
 import flextrain
 from flextrain.cli import COMMANDS
 from flextrain.core.base import registry
-from flextrain.runner.parts import AlsoOnClass
+from flextrain.runner.runner_names import AlsoOnClass
 
 RECORD = Path(__file__).with_name("public_api.txt")
 # Beside the names in `__all__` of these modules.
@@ -37,7 +37,6 @@ MODULES = (
 INTERFACES = (
     "flextrain.runner.run.Run",
     "flextrain.runner.run.TrainingProgress",
-    "flextrain.runner.run.Evaluation",
     "flextrain.runner.hooks.early_stopping.SearchTrial",
     "flextrain.strategies.Needs",
     "flextrain.strategies.StrategyConfig",

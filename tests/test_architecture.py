@@ -217,6 +217,11 @@ def test_no_file_is_longer_than_a_reader_can_hold() -> None:
     assert {module for module, length in lengths.items() if length > MAX_LINES} == set()
 
 
+def test_the_runner_is_one_class_beside_its_other_names() -> None:
+    assert [kind.__name__ for kind in flextrain.FlexibleRunner.__mro__] == ["FlexibleRunner", "RunnerNames", "object"]
+    assert sources()["flextrain.runner.runner"].count("\n") <= 500
+
+
 def test_only_strategies_name_a_concrete_strategy() -> None:
     assert {"SingleDeviceStrategy", "DDPStrategy"} <= strategy_classes(sources()).keys()
     assert named_strategies(sources()) == []

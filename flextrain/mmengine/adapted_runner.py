@@ -30,7 +30,7 @@ from ..runner.config import ELSEWHERE
 from ..runner.data.user_loaders import length_of
 from ..runner.hooks import Hook, get_priority
 from ..runner.loops.base import BaseLoop
-from ..runner.parts import build_model
+from ..runner.parts import Parts, build_model
 from ..runner.reporting import MessageHub
 from ..runner.reporting.reporter import describe
 from ..runner.run_folders import other_names
@@ -248,6 +248,47 @@ def use_device(model: nn.Module, device: torch.device) -> None:
 _ARGUMENTS = [name for name in inspect.signature(Native.__init__).parameters if name != "self"]
 
 
+class AdaptedParts(Parts):
+    """Parts whose names are those of MMEngine's registries, and whose model may be MMEngine's."""
+
+    takes_mmengines_models = True
+
+    def __init__(self, run: AdaptedRunner, *given: Any) -> None:
+        super().__init__(run, *given)
+        self._scope = run.default_scope
+
+    def set_up(self) -> None:
+        """See Parts; data preprocessors learn the device."""
+        is_new, strategy = self.model is None, self._run.strategy
+        super().set_up()
+        if is_new:
+            use_device(strategy.module, strategy.device)
+            strategy.keep_own_buffers()  # as under MMEngine's runner
+
+    def build_model(self) -> nn.Module:
+        """See Parts; ``init_weights`` is MMEngine's."""
+        given, strategy = self.config.given, self._run.strategy
+        model = build_model(given["model"], given["data_preprocessor"], strategy, for_training=False)
+        if self.config.trains:
+            initialise(model, strategy)
+        return model
+
+    def build_eval_loop(self, loop: Any, mode: str) -> BaseLoop:
+        """See Parts; metrics of MMEngine learn how many samples there are."""
+        with in_scope(self._scope):
+            built = super().build_eval_loop(loop, mode)
+        evaluator = getattr(built, "evaluator", None)
+        if isinstance(evaluator, AdaptedEvaluator):
+            length = length_of(getattr(built.loader, "dataset", None))
+            evaluator.size = sys.maxsize if length is None else length
+        return built
+
+    def build_dataloader(self, cfg: Any, where: str, training: bool, seed: int) -> Any:
+        """See Parts."""
+        with in_scope(self._scope):
+            return super().build_dataloader(cfg, where, training, seed)
+
+
 class AdaptedRunner(Native):
     """flextrain's FlexibleRunner for MMEngine's configurations, registries and classes.
 
@@ -266,7 +307,7 @@ class AdaptedRunner(Native):
         ConfigError: an argument is invalid, or is an object that works with MMEngine's own runner only.
     """
 
-    _takes_mmengines_models = True
+    _kind_of_parts = AdaptedParts
 
     def __init__(
         self,
@@ -380,29 +421,3 @@ class AdaptedRunner(Native):
             for kind, instance in self._instances():
                 stack.enter_context(current(kind, instance))
             yield
-
-    def _build_model(self) -> nn.Module:
-        given = self._given
-        model = build_model(given["model"], given["data_preprocessor"], self.strategy, for_training=False)
-        if self._trains:
-            initialise(model, self.strategy)
-        return self._transformed(model)
-
-    def _setup_model(self) -> None:
-        if self._model is None:
-            super()._setup_model()
-            use_device(self.strategy.module, self.strategy.device)
-            self.strategy.keep_own_buffers()  # as under MMEngine's runner
-
-    def _build_eval_loop(self, loop: Any, mode: str) -> BaseLoop:
-        with in_scope(self._scope):
-            built = super()._build_eval_loop(loop, mode)
-        evaluator = getattr(built, "evaluator", None)
-        if isinstance(evaluator, AdaptedEvaluator):
-            length = length_of(getattr(built.loader, "dataset", None))
-            evaluator.size = sys.maxsize if length is None else length
-        return built
-
-    def _build_dataloader(self, cfg: Any, where: str, training: bool, seed: int) -> Any:
-        with in_scope(self._scope):
-            return super()._build_dataloader(cfg, where, training, seed)

@@ -162,7 +162,7 @@ class RayReportHook(Hook):
         self._is_training, self._decision = True, None
         if runner.rank != 0:
             return
-        if self._lines not in runner.reporters:
+        if self._lines not in runner.visualizer.reporters:
             runner.visualizer.reporters.append(self._lines)
         self._reported_at = time.monotonic()
         newest = runner.message_hub.get_info("last_ckpt")

@@ -211,13 +211,9 @@ def _check_workers(cfg: Mapping[str, Any], where: str) -> None:
                 raise ConfigError(f"{where}.{key}: needs num_workers of 1 or more")
 
 
-def _is_dataset(value: Any) -> bool:
-    return hasattr(value, "__getitem__") or hasattr(value, "__iter__")
-
-
 def check_dataset(dataset: Any, cfg: Mapping[str, Any], where: str, training: bool) -> None:
     """Raise ConfigError if a built dataset, or another key beside it, is invalid."""
-    if not _is_dataset(dataset):
+    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
         raise ConfigError(f"{where}.dataset: {type(dataset).__name__} is no dataset, it has no __getitem__")
     if isinstance(dataset, IterableDataset):
         for key in ("sampler", "batch_sampler", "shuffle"):

@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from ...core.base.events import PROGRESS, Progress, ProgressFile, append_event, job, restarts
 from ...core.comm.agreement import Bulletin
-from ..options import PreemptionOptions
+from ..options import PreemptionOptions, WatchdogOptions
 from .monitor import Monitor
 from .preemption import Preemption
+from .termination import tell_others
 
 if TYPE_CHECKING:
     from ..run import Run
+    from .watchdog import Watchdog
 
 
 class Oversight:
@@ -33,9 +35,29 @@ class Oversight:
         """Made by ``start`` if there are several processes. Only watchers may use it, because it belongs to their thread."""
         self.monitor: Monitor | None = None
         """Made by ``start`` if there are watchers."""
+        self.watchdog: Watchdog | None = None
+        """What watches several processes; None for one."""
         self._watchers: list[Callable[[], None]] = []
         self._group: object = None
         self.preemption = Preemption(options)
+
+    def watch_processes(self, options: WatchdogOptions | None) -> None:
+        """Let a Watchdog watch the processes of the run; before ``start``, on every process."""
+        from .watchdog import Watchdog
+
+        self.watchdog = Watchdog(self, options)
+
+    @contextmanager
+    def watching(self, run: Run) -> Iterator[None]:
+        """Context in which the watchdog watches, and tells the other processes if this one fails in setting up."""
+        watchdog = self.watchdog
+        with nullcontext() if watchdog is None else watchdog.watching(run):
+            try:
+                yield
+            except BaseException as error:
+                if watchdog is not None and not watchdog.has_told:
+                    tell_others(run, error, watchdog)
+                raise
 
     def add(self, watcher: Callable[[], None]) -> None:
         """Let ``watcher`` be called several times a second, in the order of adding; before ``start``, on every process."""

@@ -324,7 +324,7 @@ def num_batches(runner: Run, mode: str) -> int:
     loop = runner.val_loop if mode == "val" else runner.test_loop
     if loop is None:  # only a loop of the user's can call hooks of a pass that there is not
         raise ConfigError(f"call_hook: hooks of {mode} are called, but there is no {mode}_dataloader")
-    return loop.num_batches
+    return int(loop.num_batches)
 
 
 _LINES = "override get_log_after_iter or get_log_after_epoch"

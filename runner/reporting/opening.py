@@ -17,6 +17,7 @@ import torch
 
 from ...core.base.errors import counted
 from ...core.base.tried_versions import untried
+from ...core.version import __version__
 from ...strategies.parts.footprint import StateMemory
 from ..data.user_loaders import batch_size
 from .console import Table
@@ -110,7 +111,7 @@ def environment(run: Run) -> dict[str, Any]:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     return {
-        "flextrain": run.version,
+        "flextrain": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": f"{device.type} {name}".strip(),

@@ -34,6 +34,7 @@ from ...core.hugging_face.pretrained import META_KEY
 from ...core.model.module_state import own_loading
 from ...core.random.generators import rng_state
 from ...core.torch_compat.torch_private import storage_key
+from ...core.version import __version__
 from ...optim.canonical import FROZEN
 from ..options import Resume
 from .data_position import begin_epoch_anew, check_counts, continue_epoch, data_facts, load_loader, load_random
@@ -301,7 +302,7 @@ def save(
             **({FROZEN: frozen(runner)} if save_optimizer else {}),
             **(_transposed(strategy.module) if found else {}),
         },
-        written_by={"flextrain": runner.version, "strategy": type(strategy).__name__},
+        written_by={"flextrain": __version__, "strategy": type(strategy).__name__},
         is_latest=view.has_optimizer,  # without it a checkpoint cannot be resumed
         verify=verify,
         staging=staging,

@@ -95,9 +95,14 @@ def _kind(path: Path) -> str:
 
 
 class Saver:
-    """Saves the checkpoints of a run; at most one save is in progress in the background."""
+    """Saves the checkpoints of a run; at most one save is in progress in the background.
 
-    def __init__(self) -> None:
+    Args:
+        run: the runner.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._pending: PendingSave | None = None
         self._staging = Staging()
         self._marked: set[str] = set()  # paths of checkpoints with NaN or infinity
@@ -112,7 +117,7 @@ class Saver:
         self._goes_on = False  # after a failure of the save in progress
         self.failed = FailedSaves()
 
-    def save(self, run: Run, path: Path, *, in_background: bool, on_error: str = "raise", **options: Any) -> None:
+    def save(self, path: Path, *, in_background: bool, on_error: str = "raise", **options: Any) -> None:
         """Write a checkpoint after the previous save is complete; ``options`` are those of ``run_state.save``.
 
         Raises:
@@ -121,27 +126,29 @@ class Saver:
         """
         began = time.monotonic()
         try:
-            self._save(run, path, in_background=in_background, on_error=on_error, **options)
+            self._save(path, in_background=in_background, on_error=on_error, **options)
         finally:
             self.seconds += time.monotonic() - began
 
-    def _save(self, run: Run, path: Path, *, in_background: bool, on_error: str, **options: Any) -> None:
-        self._finish(run)
-        self._at = run.train_loop.state_dict()["iter"] or 0
+    def _save(self, path: Path, *, in_background: bool, on_error: str, **options: Any) -> None:
+        self._finish()
+        self._at = self._run.train_loop.state_dict()["iter"] or 0
         self._goes_on = on_error == "continue"
         is_whole = options.get("save_optimizer", True) and options.get("save_param_scheduler", True)
-        is_whole = is_whole and path.parent != run.fast_checkpoint_dir  # the run may come back on another machine
-        self._begun = (path, run.train_loop.state_dict()) if is_whole else None
+        is_whole = is_whole and path.parent != self._run.fast_checkpoint_dir  # the run may come back on another machine
+        self._begun = (path, self._run.train_loop.state_dict()) if is_whole else None
         options["logs_failure"] = not self._goes_on  # the warning says it
         try:
-            self._pending = run_state.save(run, path, in_background=in_background, staging=self._staging, **options)
+            self._pending = run_state.save(
+                self._run, path, in_background=in_background, staging=self._staging, **options
+            )
         except CheckpointError as error:
-            self._note_failed(run, path, error)
+            self._note_failed(path, error)
         else:
             if not in_background:
-                self._note_saved(run, path)
+                self._note_saved(path)
 
-    def finish(self, run: Run, wait: bool = True) -> bool:
+    def finish(self, wait: bool = True) -> bool:
         """Return True if no save is in progress; with ``wait``, wait for it first.
 
         Raises:
@@ -151,11 +158,11 @@ class Saver:
             return True
         began = time.monotonic()
         try:
-            return self._finish(run, wait)
+            return self._finish(wait)
         finally:
             self.seconds += time.monotonic() - began
 
-    def _finish(self, run: Run, wait: bool = True) -> bool:
+    def _finish(self, wait: bool = True) -> bool:
         pending = self._pending
         if pending is None:
             return True
@@ -166,10 +173,10 @@ class Saver:
         try:
             pending.wait()
         except CheckpointError as error:
-            self._note_failed(run, pending.path, error)
+            self._note_failed(pending.path, error)
             return True
-        self._note_saved(run, pending.path)
-        run.logger.info(f"Checkpoint {pending.path.name} is complete, written in {pending.seconds:.1f} s")
+        self._note_saved(pending.path)
+        self._run.logger.info(f"Checkpoint {pending.path.name} is complete, written in {pending.seconds:.1f} s")
         return True
 
     def was_marked(self, path: str | Path) -> bool:
@@ -180,27 +187,27 @@ class Saver:
         """True if this run saved the checkpoint ``path``."""
         return str(path) in self._saved
 
-    def saved_here(self, run: Run) -> Path | None:
+    def saved_here(self) -> Path | None:
         """The complete checkpoint of the present position in training, if this run saved one to go on from."""
-        if self._resumable is None or self._resumable[1] != run.train_loop.state_dict():
+        if self._resumable is None or self._resumable[1] != self._run.train_loop.state_dict():
             return None
         return self._resumable[0]
 
-    def _note_failed(self, run: Run, path: Path, error: CheckpointError) -> None:
+    def _note_failed(self, path: Path, error: CheckpointError) -> None:
         """Raise the error of a save, unless training goes on without the checkpoint."""
-        if path.parent == run.fast_checkpoint_dir and isinstance(error, StorageError):
+        if path.parent == self._run.fast_checkpoint_dir and isinstance(error, StorageError):
             error = StorageError(f"Fast tier: {error}")
         if not self._goes_on or not isinstance(error, StorageError):
             self.failed.add(path)
             raise error
-        self.failed.go_on(run, path, error)
+        self.failed.go_on(self._run, path, error)
 
-    def _note_saved(self, run: Run, path: Path) -> None:
+    def _note_saved(self, path: Path) -> None:
         """Record whether the checkpoint that is now complete is marked; every process knows the result."""
         self._saved.add(str(path))
         self._resumable = self._begun or self._resumable
-        if run.rank == 0 and path.parent != run.fast_checkpoint_dir:
-            append_event(run.work_dir, "saved", rank=0, iter=self._at, path=str(path))
+        if self._run.rank == 0 and path.parent != self._run.fast_checkpoint_dir:
+            append_event(self._run.work_dir, "saved", rank=0, iter=self._at, path=str(path))
         self.failed.saved(path)
         keys, was_good = self._staging.nonfinite, self._last_is_good
         self._last_is_good = not keys
@@ -208,7 +215,7 @@ class Saver:
             self._marked.discard(str(path))
             return
         self._marked.add(str(path))
-        run.logger.log(
+        self._run.logger.log(
             logging.WARNING if was_good else logging.INFO,  # one warning for several marked ones in a row
             f"Checkpoint {path.name} holds NaN or infinity in {what_is_not_finite(keys)}: it is marked, resume=True "
             "skips it, and no older one is deleted for it",

@@ -151,7 +151,7 @@ def loaded(folder: Path, strategy: dict[str, Any], model: str, paths: dict[str, 
     found = {}
     for name, path in paths.items():
         with torch.no_grad():
-            runner._setup_model()
+            runner._parts.set_up()
             for value in runner.strategy.model_state().values():
                 value.zero_()
         lines = Lines()

@@ -95,14 +95,14 @@ def trained_with_two_tiers(folder: Path, fast: Path) -> tuple[int, bool, list[st
 
         def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
             runner.finish_saving()
-            seen.add(tuple(block.data_ptr() for block in runner._saver._staging.memory._blocks))
+            seen.add(tuple(block.data_ptr() for block in runner._checkpoints.saver._staging.memory._blocks))
             for path in (fast / f"iter_{runner.iter + 1}", folder / f"iter_{runner.iter + 1}"):
                 saved.extend([f"{path.parent.name}/{path.name}"] if runner.has_saved(path) else [])
 
     hooks = dict(checkpoint=dict(interval=4, by_epoch=False, async_save=True, fast_dir=str(fast), fast_interval=2))
     runner = make_runner(folder, dict(type="NPUStrategy"), 1, default_hooks=hooks, custom_hooks=[Looks()])
     runner.train()
-    is_pinned = all(block.is_pinned() for block in runner._saver._staging.memory._blocks)
+    is_pinned = all(block.is_pinned() for block in runner._checkpoints.saver._staging.memory._blocks)
     runner.strategy.teardown()
     return len(seen - {()}), is_pinned, saved
 

@@ -19,6 +19,7 @@ from flextrain import (
     StrategyError,
 )
 from flextrain.optim.schedulers import MultiStepLR
+from flextrain.runner.loops.loop_config import EvalConfig, TrainConfig
 
 from .training import SGD, make_runner, validation
 
@@ -43,6 +44,17 @@ def test_an_optimizer_of_ones_own_trains_the_model(tmp_path: Path) -> None:
     own = OptimWrapper(torch.optim.SGD(runner.model.parameters(), lr=0.1))
     several = runner.build_optim_wrapper(dict(net=dict(optimizer=SGD), mine=own))
     assert isinstance(several, OptimWrapperDict)
+
+
+def test_the_loops_configurations_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    for kind in (TrainConfig, EvalConfig):
+        own = kind.read
+        monkeypatch.setattr(kind, "read", lambda *given, own=own: [read.append(own.__self__.__name__), own(*given)][1])
+    runner = make_runner(tmp_path, **validation())
+    runner.train()
+    assert read == ["TrainConfig", "EvalConfig"]
+    assert runner.build_train_loop(dict(max_epochs=7)).max_epochs == 7
 
 
 def test_schedules_get_the_loops_length(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from flextrain import ConfigError
-from flextrain.runner.parts import INSTEAD
+from flextrain.runner.runner_names import INSTEAD
 
 from .training import make_runner
 

@@ -176,7 +176,7 @@ def test_saves_and_hooks_are_no_waiting_for_data(tmp_path: Path, monkeypatch: py
 
         def after_train_iter(self, runner: Any, *args: Any, **more: Any) -> None:
             clock[0] += 15
-            runner._saver.seconds += 10
+            runner._checkpoints.saver.seconds += 10
 
     for name in ("perf_counter", "monotonic"):
         monkeypatch.setattr("flextrain.runner.hooks.logger.time." + name, lambda: clock[0])

@@ -36,7 +36,7 @@ def model() -> Net:
 
 def fills(runner: Any, names: Any = None) -> None:
     """What a user's code does between set-up and training."""
-    runner._setup_model()
+    runner._parts.set_up()
     with torch.no_grad():
         for parameter in runner.model.parameters():
             nn.init.constant_(parameter, 0.1)
