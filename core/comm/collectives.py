@@ -137,11 +137,11 @@ def all_gather_small(values: Sequence[int], group: Any) -> list[list[int]]:
     count = 1
     while count < size:
         more = min(count, size - count)
-        sent = dist.isend(known[:more], group=group, group_dst=(rank - count) % size)
+        sent: Any = dist.isend(known[:more], group=group, group_dst=(rank - count) % size)
         dist.recv(known[count : count + more], group=group, group_src=(rank + count) % size)
         sent.wait()
         count += more
-    return known.roll(rank, 0).tolist()
+    return [list(row) for row in known.roll(rank, 0).tolist()]
 
 
 def broadcast_tensors(tensors: list[Tensor], src: int = 0, bucket_bytes: int = 25 * 2**20, group: Any = None) -> None:
