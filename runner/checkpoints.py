@@ -13,6 +13,7 @@ from ..core.checkpoint import as_path
 from ..core.checkpoint.foreign.download import local_copy, shown
 from ..core.comm.agreement import raising_together
 from ..core.hugging_face.pretrained import Description, describe, pretrained_in
+from ..strategies.parts import check_initialised, expect_values, meet
 from .config import Checked, check_loading
 from .options import Resume
 from .parts import BuildMethods
@@ -46,7 +47,7 @@ class Checkpoints(BuildMethods):
         model = super()._build_model()
         self.hugging_face = describe(model)  # before a strategy changes the configuration
         self._pretrained = [ToRead(source, model) for source in pretrained_in(model)]
-        self.strategy.expect_values({name for part in self._pretrained for name in part.names.values()})
+        expect_values(self.strategy, {name for part in self._pretrained for name in part.names.values()})
         return model
 
     def _setup_model(self) -> None:
@@ -152,7 +153,7 @@ class Checkpoints(BuildMethods):
         from ..core.checkpoint.export.files import local_folder
 
         check_call(export_hugging_face, options, "export_hugging_face", ("checkpoint", "folder", "config", "averaged"))
-        self.strategy.meet("export_hugging_face()")
+        meet(self.strategy, "export_hugging_face()")
         self._setup_model()
         self._load_source()
         return export_model(self, local_folder(folder), options)
@@ -188,7 +189,7 @@ class Checkpoints(BuildMethods):
             CheckpointError: nothing fits; with ``strict``, something does not fit; or the file cannot be read.
         """
         check_loading(strict, revise_keys)
-        self.strategy.meet("load_checkpoint()")
+        meet(self.strategy, "load_checkpoint()")
         path = local_copy(filename)  # before the model is built, which may take longer
         self._setup_model()
         self._begin()
@@ -226,7 +227,7 @@ class Checkpoints(BuildMethods):
         options = {"optimizer": resume_optimizer, "param_scheduler": resume_param_scheduler}
         options |= {"random": random, "hooks": hooks, "logs": logs, "data": data, "verify": verify}
         checked = validate(Resume, options, "resume")
-        self.strategy.meet("resume()")
+        meet(self.strategy, "resume()")
         self._resume(as_path(filename), checked)
 
     def _resume(self, path: Path, options: Resume) -> None:
@@ -260,7 +261,7 @@ class Checkpoints(BuildMethods):
 
     def _check_initialised(self) -> None:
         with raising_together():  # a process may hold other parameters than the next
-            self.strategy.check_initialised()
+            check_initialised(self.strategy)
 
     def use_data_seed(self, seed: int) -> None:
         """Set the seed of the data order to that of the resumed run."""

@@ -36,6 +36,7 @@ from ..optim.schedulers import build_param_schedulers
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict, build_optim_wrapper
 from ..strategies.base import NOTHING, Strategy
+from ..strategies.parts import construct, init_weights, shape_of
 from .config import Checked, doubts, eval_loop_class, merging_model, train_loop_class
 from .data.checks import AUTO
 from .data.dataloaders import build_dataloader
@@ -110,13 +111,13 @@ def _refuse_reading(*given: Any, error: Exception | None = None, **options: Any)
 
 
 def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_training: bool) -> nn.Module:
-    """Build the user's module from a module, a configuration or a function, in the strategy's ``init_context``."""
+    """Build the user's module from a module, a configuration or a function, in the strategy's ``building``."""
     if isinstance(given, nn.Module):
         _finish(given, preprocessor, strategy, for_training=for_training)
         return given
     if isinstance(given, Mapping) and preprocessor is not None:
         given, preprocessor = {"data_preprocessor": preprocessor, **given}, None
-    reads_nothing = strategy.init_context() is not NOTHING
+    reads_nothing = strategy.building() is not NOTHING
 
     def make() -> nn.Module:
         with _reading_nothing() if reads_nothing else NOTHING:
@@ -129,7 +130,7 @@ def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_traini
         return model
 
     finish = partial(_finish, preprocessor=preprocessor, strategy=strategy, for_training=for_training)
-    return strategy.construct(make, finish)
+    return construct(strategy, make, finish)
 
 
 def _finish(model: Any, preprocessor: Any, strategy: Strategy, *, for_training: bool) -> None:
@@ -150,10 +151,10 @@ def _finish(model: Any, preprocessor: Any, strategy: Strategy, *, for_training: 
     if for_training and isinstance(model, BaseModel):
         parts = [name for name, _ in parts_to_initialise(model)]
         if overrides(model, "init_weights"):
-            strategy.init_weights(model)
+            init_weights(strategy, model)
         elif parts:
             logger.info(f"Calling init_weights() of the model's {', '.join(parts)}")
-            strategy.init_weights(model)
+            init_weights(strategy, model)
     if for_training:
         count_tokens(model)
 
@@ -305,12 +306,12 @@ class Parts(MissingNames):
     @property
     def rank(self) -> int:
         """Index of this process, from 0."""
-        return self.strategy.rank
+        return self.strategy.topology.rank
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.strategy.world_size
+        return self.strategy.topology.world_size
 
     @property
     def distributed(self) -> bool:
@@ -592,7 +593,9 @@ class Parts(MissingNames):
         module = module_to_set_up(model, trains=self._trains)
         loaders = ["train_dataloader"] if self._trains else ["val_dataloader", "test_dataloader"]
         self.strategy.example = partial(example_batch, self, loaders)
-        self.outline: ModelOutline = outline(module, self.strategy.shape_of, self._changes)  # before it is distributed
+        self.outline: ModelOutline = outline(
+            module, partial(shape_of, self.strategy), self._changes
+        )  # before it is distributed
         self._model, optim = self.strategy.setup(module, self.optim_wrapper)
         self._has_engine, self.optim_wrapper = optim is not self.optim_wrapper, optim
         if self._train_loop is not None:  # options of a strategy may set the number of micro-batches

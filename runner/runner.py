@@ -19,6 +19,7 @@ from ..core.config_files import Config, located
 from ..core.random.generators import set_seed
 from ..strategies.base import Strategy
 from ..strategies.launchers import saying_why_this_process_leaves
+from ..strategies.parts import meet
 from .checkpoints import Checkpoints
 from .config import ELSEWHERE, check_agreement, check_everything
 from .data.checks import check_dataloader
@@ -135,12 +136,12 @@ class FlexibleRunner(Checkpoints):
             self.work_dir = str(Path(work_dir).absolute())  # before the start, because events are written there
             options = checked.options
             apply_environment(options.env_cfg)
-            self.strategy.setup_environment()
+            self.strategy.join()
             if self.distributed:
                 from .health.watchdog import Watchdog
 
                 self.watchdog = Watchdog(self.oversight, options.env_cfg.watchdog_options)
-            self.strategy.meet("FlexibleRunner()")
+            meet(self.strategy, "FlexibleRunner()")
             self.oversight.start(self)
         check_agreement(given, checked)
         hooks = checked.hooks
@@ -204,7 +205,7 @@ class FlexibleRunner(Checkpoints):
 
     def train(self) -> nn.Module:
         """Train, from the beginning or from the checkpoint to resume, and return the user's module."""
-        self.strategy.meet("train()")
+        meet(self.strategy, "train()")
         self._ending = None
         with self._as_current(), self._watched():
             self._check_trainable()
@@ -216,7 +217,7 @@ class FlexibleRunner(Checkpoints):
                 self._check_initialised()
                 self._say_if_done()
                 if loop.is_torn:  # train() was called again after an update failed midway
-                    self.strategy.drop_gradients()
+                    self.strategy.abort_update()
                     loop.is_torn = False
                 with self.oversight.preemption.training(loop), told_progress(self):
                     loop.run()
@@ -290,7 +291,7 @@ class FlexibleRunner(Checkpoints):
                 none, keeps no weights and gets None.
             seed: of torch's random numbers, for sampling: with equal inputs every strategy draws the same. None: go on
                 from the random state of the process.
-            memory_limit, by_layer: see ``Strategy.full_weights``.
+            memory_limit, by_layer: see ``WholeModel.open``.
             options: further arguments of the model's ``generate``, such as ``max_new_tokens=20``.
 
         Raises:
@@ -324,7 +325,7 @@ class FlexibleRunner(Checkpoints):
         self._is_closed = True
         with ExitStack() as parts:  # what comes last is released first, and all of it even if something raises
             parts.callback(close_logger, self.log_dir)
-            parts.callback(self.strategy.teardown)
+            parts.callback(self.strategy.leave)
             parts.callback(self.oversight.stop)
             parts.callback(self._end_workers)
             parts.callback(self.visualizer.close)
@@ -379,7 +380,7 @@ class FlexibleRunner(Checkpoints):
     @contextmanager
     def _with_weights(self, call: str, build: Callable[[], Any] = lambda: None) -> Iterator[Any]:
         """Context of a call besides train(), in which the model is set up and loaded; gives what ``build`` returns."""
-        self.strategy.meet(f"{call}()")
+        meet(self.strategy, f"{call}()")
         with self._watched():
             built = build()
             self._setup_model()

@@ -36,6 +36,7 @@ from ..runner.reporting.reporter import describe
 from ..runner.run_folders import other_names
 from ..runner.runner import FlexibleRunner as Native
 from ..strategies.base import Strategy
+from ..strategies.parts import init_weights, keep_own_buffers
 from .evaluation import AdaptedEvaluator, adapted_evaluator
 from .hooks import AdaptedHook, adapted_hook
 from .translation import adapted_log_processor, translated_arguments, translated_dataloader
@@ -208,7 +209,7 @@ def initialise(model: Any, strategy: Strategy) -> None:
         return
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     with _without_record(model) if is_meta else nullcontext():
-        strategy.init_weights(model)
+        init_weights(strategy, model)
 
 
 @contextmanager
@@ -392,7 +393,7 @@ class AdaptedRunner(Native):
         if self._model is None:
             super()._setup_model()
             use_device(self.strategy.module, self.strategy.device)
-            self.strategy.keep_own_buffers()  # as under MMEngine's runner
+            keep_own_buffers(self.strategy)  # as under MMEngine's runner
 
     def _build_eval_loop(self, loop: Any, mode: str) -> BaseLoop:
         with in_scope(self._scope):
