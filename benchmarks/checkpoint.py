@@ -255,7 +255,7 @@ def asynchronous(layout: str, session: Session) -> dict[str, Callable[[Path], Ca
     staging = Staging()  # reused for all saves, as in the runner
 
     def ours(path: Path) -> Callable[[], Any]:
-        state = {**session.strategy.state_dict(), "optim.wrapper": session.optim.plain_values()}
+        state = {**session.strategy.state(), "optim.wrapper": session.optim.plain_values()}
         return save_in_background(path, state, staging=staging).wait
 
     group = (

@@ -148,7 +148,7 @@ def through_flextrain(kind: str, device: torch.device, model: nn.Module, loader:
             randomness=dict(seed=0),
         )
         runner.train()
-        runner.strategy.teardown()
+        runner.strategy.leave()
 
 
 def one_run(kind: str, ours: bool, device: torch.device, iterations: int) -> tuple[float, float]:

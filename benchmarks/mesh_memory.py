@@ -186,7 +186,7 @@ def one_run(name: str) -> dict[str, float]:
     strategy: Strategy = STRATEGIES.build(strategy_of(LAYOUTS[name]), "strategy")
     window = [batch(seed) for seed in range(ACCUMULATE)]
     try:
-        strategy.setup_environment()
+        strategy.join()
         optim = OptimWrapper(dict(type="AdamW", lr=1e-4), accumulative_counts=ACCUMULATE)
         model, built = strategy.setup(Model(), optim)
         gc.collect()
@@ -197,7 +197,7 @@ def one_run(name: str) -> dict[str, float]:
             ledger.add_up()
         return {"peak_mb": ledger.peak / MB, "kept_mb": ledger.now / MB}
     finally:
-        strategy.teardown()
+        strategy.leave()
         dist.destroy_process_group()
 
 

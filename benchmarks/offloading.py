@@ -87,7 +87,7 @@ def measure(zero: dict[str, Any], layers: int, updates: int, checkpoint: Path) -
     """In a worker that does nothing else: memory in MiB, and seconds of each update and of a save."""
     aio = dict(aio=dict(block_size=MIB)) if zero else {}
     strategy = DeepSpeedStrategy(device="cpu", zero_optimization=BUCKETS | zero, **aio)
-    strategy.setup_environment()
+    strategy.join()
     own, everything = resident()
     found: dict[str, Any] = {}
 
@@ -96,7 +96,7 @@ def measure(zero: dict[str, Any], layers: int, updates: int, checkpoint: Path) -
 
     with Peak() as peak:
         torch.manual_seed(0)
-        with strategy.init_context():
+        with strategy.building():
             module = Net(layers)
         model, optim = strategy.setup(module, OptimWrapper(dict(type="AdamW", lr=1e-4)))
     note("setup", peak)
@@ -111,10 +111,10 @@ def measure(zero: dict[str, Any], layers: int, updates: int, checkpoint: Path) -
     found["update_s"] = statistics.median(times[1:])
     with Peak() as peak:
         began = time.perf_counter()
-        save_checkpoint(checkpoint, strategy.state_dict())
+        save_checkpoint(checkpoint, strategy.state())
         found["save_s"] = time.perf_counter() - began
     note("save", peak)
-    strategy.teardown()
+    strategy.leave()
     return found
 
 

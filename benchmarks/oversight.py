@@ -85,7 +85,7 @@ def one_run(strategy: str, watched: bool, iterations: int) -> list[float]:
                 randomness=dict(seed=0),
             )
             runner.train()
-            runner.strategy.teardown()
+            runner.strategy.leave()
         finally:
             sys.stdout = saved
     assert len(data.stamps) == WARM_UP + iterations + 1

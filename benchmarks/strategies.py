@@ -247,7 +247,7 @@ def through_flextrain(loader: DataLoader[Any], contestant: Contestant) -> None:
             randomness=dict(seed=SEED),
         )
         runner.train()
-        runner.strategy.teardown()
+        runner.strategy.leave()
 
 
 class Same(torch.utils.data.Sampler[int]):

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from .strategies.deepspeed import DeepSpeedOptimWrapper as DeepSpeedOptimWrapper
     from .strategies.deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
     from .strategies.fsdp import FSDPStrategy as FSDPStrategy
-    from .strategies.launch import launch as launch
+    from .strategies.launchers import launch as launch
     from .strategies.mesh import Axis as Axis
     from .strategies.mesh import MeshStrategy as MeshStrategy
     from .strategies.npu import NPUStrategy as NPUStrategy
@@ -139,7 +139,7 @@ _HOMES = {
     "strategies.deepspeed": ["DeepSpeedStrategy", "DeepSpeedOptimWrapper"],
     "strategies.fsdp": ["FSDPStrategy"],
     "strategies.mesh": ["Axis", "MeshStrategy"],
-    "strategies.launch": ["launch"],
+    "strategies.launchers": ["launch"],
     "strategies.npu": ["NPUStrategy"],
     "optim.wrapper": ["OptimWrapper"],
     "optim.amp": ["AmpOptimWrapper", "ApexOptimWrapper"],

@@ -29,6 +29,7 @@ from .runner.config import check_everything
 from .runner.parts import build_model
 from .runner.runner import FlexibleRunner
 from .runner.transforms.apply import Transform, transform
+from .strategies.building import init_weights
 
 # A configuration file with the options of a command line, and the runner for it.
 
@@ -113,23 +114,13 @@ class _Building:
     def __init__(self) -> None:
         self._context = DeferredInit()
 
-    def init_context(self) -> AbstractContextManager[Any]:
-        return self._context
+    def building(self, model: nn.Module | None = None, draws: Tensor | None = None) -> AbstractContextManager[Any]:
+        return self._context if draws is None else self._context.changing(draws)
 
-    def construct(self, make: Callable[[], nn.Module], initialise: Callable[[nn.Module], None]) -> nn.Module:
-        with self.init_context():
-            model = make()
-        initialise(model)
-        return model
 
-    def init_weights(self, model: BaseModel) -> None:
-        """Do nothing: values are not looked at."""
-
-    def change_context(self, model: nn.Module, state: Tensor) -> AbstractContextManager[Any]:
-        return self._context.changing(state)
-
-    def shape_of(self, tensor: Tensor) -> Sequence[int]:
-        return tensor.shape
+@init_weights.register(_Building)
+def _(strategy: _Building, model: BaseModel) -> None:
+    """Do nothing: values are not looked at."""
 
 
 def try_transforms(given: Mapping[str, Any], transforms: Sequence[Transform]) -> list[str]:

@@ -104,7 +104,7 @@ def in_strategy(wrapper: Wrapper, method: str, reason: str) -> StrategyError:
     """Return the error that says where the state is instead."""
     return StrategyError(
         f"{wrapper.where}.{method}(): {reason}; runner.save_checkpoint and runner.load_checkpoint have all of it, and so "
-        "has Strategy.state_dict()"
+        "has Strategy.state()"
     )
 
 
@@ -498,7 +498,7 @@ class OptimWrapper:
     # State, learning rate and momentum
 
     def plain_values(self) -> dict[str, Any]:
-        """Return what checkpoints store beside ``Strategy.state_dict``, as plain values: the loss scale."""
+        """Return what checkpoints store beside ``Strategy.state``, as plain values: the loss scale."""
         return {}
 
     def load_plain_values(self, state: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from ..core.comm.collectives import all_gather_object
 from ..core.device.device import empty_cache
 from ..core.random.generators import kept_random_state
 from ..optim.wrapper_dict import build_optim_wrapper
+from ..strategies.parts import meet
 from .data import checks as first_samples
 from .data.checks import AUTO
 from .data.first_batches import first_batches, only_once, parts_of
@@ -51,7 +52,7 @@ def with_batch_size(run: Any, parts: Any, dataloader: Mapping[str, Any]) -> dict
         ConfigError: it cannot be found for this run, or one sample does not fit.
         LaunchError: memory was too small on some processes only, while the others waited for them.
     """
-    run.strategy.meet(f'{_WHERE}="{AUTO}"')
+    meet(run.strategy, f'{_WHERE}="{AUTO}"')
     source, resumed = (parts.resumed_from, True) if parts.resumed_from is not None else find_start(run)
     if source is not None and resumed:
         facts = Checkpoint.open_together(as_path(source)).values.get("data")
@@ -132,7 +133,7 @@ class _Trial:
         config = replace(parts.config, given=given, optim_wrapper=build_optim_wrapper(given["optim_wrapper"]))
         own._parts = self._parts = type(parts)(own, config, run._as_current)
         with kept_random_state(strategy.device):
-            own.strategy.setup_environment()
+            own.strategy.join()
             dataset: Any = self._loader(1).dataset
             self._dataloader["dataset"] = dataset  # made once for all sizes
             self.most = max(len(dataset) // strategy.topology.data.count, 1)
@@ -167,7 +168,7 @@ class _Trial:
 
     def end(self) -> None:
         """Let go of the model; the process group stays."""
-        self._run.strategy.teardown()
+        self._run.strategy.leave()
         self._parts.let_go()
 
     def _batch(self, size: int) -> Any:

@@ -10,6 +10,7 @@ from ..core.base.config import check_call
 from ..core.checkpoint import as_path
 from ..core.checkpoint.foreign.download import local_copy, shown
 from ..core.comm.agreement import raising_together
+from ..strategies.parts import check_initialised, meet
 from .config import check_loading
 from .options import Resume
 from .parts import Parts
@@ -87,7 +88,7 @@ class Checkpoints:
     def load(self, filename: str | Path, strict: bool, revise_keys: Sequence[tuple[str, str]]) -> None:
         """See ``FlexibleRunner.load_checkpoint``."""
         check_loading(strict, revise_keys)
-        self._run.strategy.meet("load_checkpoint()")
+        meet(self._run.strategy, "load_checkpoint()")
         path = local_copy(filename)  # before the model is built, which may take longer
         self._parts.set_up()
         self.begin()
@@ -116,7 +117,7 @@ class Checkpoints:
         from ..core.checkpoint.export.files import local_folder
 
         check_call(export_hugging_face, options, "export_hugging_face", ("checkpoint", "folder", "config", "averaged"))
-        self._run.strategy.meet("export_hugging_face()")
+        meet(self._run.strategy, "export_hugging_face()")
         self._parts.set_up()
         self.start_evaluation()
         return export_model(self._run, local_folder(folder), options)
@@ -132,4 +133,4 @@ class Checkpoints:
 
     def _check_initialised(self) -> None:
         with raising_together():  # a process may hold other parameters than the next
-            self._run.strategy.check_initialised()
+            check_initialised(self._run.strategy)

@@ -23,6 +23,7 @@ from ..optim.schedulers import build_param_schedulers
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
 from ..strategies.base import NOTHING, Strategy
+from ..strategies.parts import construct, expect_values, init_weights, shape_of
 from .config import RunConfig, doubts
 from .data.checks import AUTO
 from .data.dataloaders import build_dataloader
@@ -91,11 +92,11 @@ class Parts:
             model, changes = transform(whole, self.config.transforms, strategy, run.seed, run.options.load_from)
         self.hugging_face = describe(model)  # before a strategy changes the configuration
         pretrained = [ToRead(source, model) for source in pretrained_in(model)]
-        strategy.expect_values({name for part in pretrained for name in part.names.values()})
+        expect_values(strategy, {name for part in pretrained for name in part.names.values()})
         module = module_to_set_up(model, trains=trains)
         loaders = ["train_dataloader"] if trains else ["val_dataloader", "test_dataloader"]
         strategy.example = partial(example_batch, run, loaders)
-        self.outline = outline(module, strategy.shape_of, changes)  # before it is distributed
+        self.outline = outline(module, partial(shape_of, strategy), changes)  # before it is distributed
         self.model, optim = strategy.setup(module, self.optim_wrapper)
         self.has_engine, self.optim_wrapper = optim is not self.optim_wrapper, optim
         if self.train_loop is not None:  # options of a strategy may set the number of micro-batches
@@ -225,13 +226,13 @@ def _refuse_reading(*given: Any, error: Exception | None = None, **options: Any)
 
 
 def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_training: bool) -> nn.Module:
-    """Build the user's module from a module, a configuration or a function, in the strategy's ``init_context``."""
+    """Build the user's module from a module, a configuration or a function, in the strategy's ``building``."""
     if isinstance(given, nn.Module):
         _finish(given, preprocessor, strategy, for_training=for_training)
         return given
     if isinstance(given, Mapping) and preprocessor is not None:
         given, preprocessor = {"data_preprocessor": preprocessor, **given}, None
-    reads_nothing = strategy.init_context() is not NOTHING
+    reads_nothing = strategy.building() is not NOTHING
 
     def make() -> nn.Module:
         with _reading_nothing() if reads_nothing else NOTHING:
@@ -244,7 +245,7 @@ def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_traini
         return model
 
     finish = partial(_finish, preprocessor=preprocessor, strategy=strategy, for_training=for_training)
-    return strategy.construct(make, finish)
+    return construct(strategy, make, finish)
 
 
 def _finish(model: Any, preprocessor: Any, strategy: Strategy, *, for_training: bool) -> None:
@@ -265,10 +266,10 @@ def _finish(model: Any, preprocessor: Any, strategy: Strategy, *, for_training: 
     if for_training and isinstance(model, BaseModel):
         parts = [name for name, _ in parts_to_initialise(model)]
         if overrides(model, "init_weights"):
-            strategy.init_weights(model)
+            init_weights(strategy, model)
         elif parts:
             logger.info(f"Calling init_weights() of the model's {', '.join(parts)}")
-            strategy.init_weights(model)
+            init_weights(strategy, model)
     if for_training:
         count_tokens(model)
 

@@ -21,6 +21,7 @@ from ..core.model.base_model import class_name
 from ..core.random.generators import kept_random_state
 from ..core.torch_compat.torch_private import without_compiling
 from ..strategies.base import Strategy
+from ..strategies.parts import full_weights
 from ..strategies.parts.whole_weights import buffers_kept
 from .data.samplers import DefaultSampler
 from .data.user_loaders import goes_its_own_way
@@ -215,7 +216,7 @@ def generate(
         _check_inputs(strategy.module, inputs, seed, by_layer)
     device = strategy.device
     with (
-        strategy.full_weights(ranks=asking, memory_limit=memory_limit, by_layer=by_layer) as model,
+        full_weights(strategy, ranks=asking, memory_limit=memory_limit, by_layer=by_layer) as model,
         kept_random_state(device),
         without_compiling(),
         torch.no_grad(),

@@ -19,6 +19,7 @@ from ..core.config_files import Config, located
 from ..core.random.generators import set_seed
 from ..strategies.base import Strategy
 from ..strategies.launchers import saying_why_this_process_leaves
+from ..strategies.parts import meet
 from .checkpoints import Checkpoints
 from .config import ELSEWHERE, check_agreement, check_everything
 from .data.checks import check_dataloader
@@ -145,10 +146,10 @@ class FlexibleRunner(RunnerNames):
             self._depth = 0  # nesting depth of runs: a hook may evaluate
             self.work_dir = str(Path(work_dir).absolute())  # before the start, because events are written there
             apply_environment(self.options.env_cfg)
-            self.strategy.setup_environment()
+            self.strategy.join()
             if self.distributed:
                 self.oversight.watch_processes(self.options.env_cfg.watchdog_options)
-            self.strategy.meet("FlexibleRunner()")
+            meet(self.strategy, "FlexibleRunner()")
             self.oversight.start(self)
         check_agreement(config)
         hooks = config.hooks
@@ -206,7 +207,7 @@ class FlexibleRunner(RunnerNames):
 
     def train(self) -> nn.Module:
         """Train, from the beginning or from the checkpoint to resume, and return the user's module."""
-        self.strategy.meet("train()")
+        meet(self.strategy, "train()")
         self._ending = None
         with self._watched():
             self._check_trainable()
@@ -216,7 +217,7 @@ class FlexibleRunner(RunnerNames):
             with occupied([Path(self.work_dir), self.checkpoint_dir], self.fast_checkpoint_dir), self._running():
                 self._checkpoints.start_training()
                 if loop.is_torn:  # train() was called again after an update failed midway
-                    self.strategy.drop_gradients()
+                    self.strategy.abort_update()
                     loop.is_torn = False
                 with self.oversight.preemption.training(loop), told_progress(self):
                     loop.run()
@@ -288,7 +289,7 @@ class FlexibleRunner(RunnerNames):
                 none, keeps no weights and gets None.
             seed: of torch's random numbers, for sampling: with equal inputs every strategy draws the same. None: go on
                 from the random state of the process.
-            memory_limit, by_layer: see ``Strategy.full_weights``.
+            memory_limit, by_layer: see ``WholeModel.open``.
             options: further arguments of the model's ``generate``, such as ``max_new_tokens=20``.
 
         Raises:
@@ -389,7 +390,7 @@ class FlexibleRunner(RunnerNames):
         options = {"optimizer": resume_optimizer, "param_scheduler": resume_param_scheduler}
         options |= {"random": random, "hooks": hooks, "logs": logs, "data": data, "verify": verify}
         checked = validate(Resume, options, "resume")
-        self.strategy.meet("resume()")
+        meet(self.strategy, "resume()")
         self._checkpoints.resume(as_path(filename), checked)
 
     def close(self) -> None:
@@ -403,7 +404,7 @@ class FlexibleRunner(RunnerNames):
         self._parts.is_closed = True
         with ExitStack() as stack:  # what comes last is released first, and all of it even if something raises
             stack.callback(close_logger, self.log_dir)
-            stack.callback(self.strategy.teardown)
+            stack.callback(self.strategy.leave)
             stack.callback(self.oversight.stop)
             stack.callback(self._parts.end_workers)
             stack.callback(self.visualizer.close)
@@ -445,7 +446,7 @@ class FlexibleRunner(RunnerNames):
     @contextmanager
     def _with_weights(self, call: str, build: Callable[[], Any] = lambda: None) -> Iterator[Any]:
         """Context of a call besides train(), in which the model is set up and loaded; gives what ``build`` returns."""
-        self.strategy.meet(f"{call}()")
+        meet(self.strategy, f"{call}()")
         with self._watched():
             built = build()
             self._parts.set_up()

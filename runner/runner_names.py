@@ -136,12 +136,12 @@ class RunnerNames:
     @property
     def rank(self) -> int:
         """Index of this process, from 0."""
-        return self.strategy.rank
+        return self.strategy.topology.rank
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.strategy.world_size
+        return self.strategy.topology.world_size
 
     @property
     def distributed(self) -> bool:

@@ -9,8 +9,7 @@ from ..core.base.registry import OPTIM_WRAPPERS, STRATEGIES
 from .base import Strategy
 from .build import build_strategy
 from .config import Needs, StrategyConfig
-from .launch import launch
-from .launchers import detect_launch
+from .launchers import detect_launch, launch
 
 if TYPE_CHECKING:
     from .ddp import DDPStrategy

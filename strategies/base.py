@@ -3,39 +3,44 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar, Protocol
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from ..core.base.errors import ConfigError, StrategyError, one_of, suggest
-from ..core.base.overriding import overridden
-from ..core.base.registry import MODELS
+from ..core.base.config import validate
+from ..core.base.errors import StrategyError
+from ..core.base.overriding import overridden, refuse_misspelled
 from ..core.base.rehearsing import rehearsing
 from ..core.comm import collectives as dist
-from ..core.comm.agreement import description, first_difference
+from ..core.comm.agreement import description, first_difference, raising_together, roll_call
 from ..core.comm.collectives import share_weights
-from ..core.comm.replica_check import ReplicaCheck
-from ..core.comm.topology import DataShard, Topology
+from ..core.comm.topology import DataShard, Topology, use_shard
+from ..core.device.device import DeviceSpec, device_spec, select_device
 from ..core.device.precision import Precision, PrecisionReport, cast_parameters, dtypes, require
-from ..core.model.base_model import BaseModel, overrides
+from ..core.model.base_model import overrides
 from ..core.model.module_state import check_savable, check_sizes, check_trainable, tensor_names
 from ..core.random.generators import drawing_apart
+from ..optim.canonical import GROUP, STATE, hyper_parameters, restored_hyper_parameters, split_key
 from ..optim.gradients import ModelGroup
-from ..optim.schedulers import build_param_schedulers
 from ..optim.wrapper import OptimWrapper
-from ..optim.wrapper_dict import OptimWrapperDict, build_optim_wrapper
+from ..optim.wrapper_dict import OptimWrapperDict
 from ..optim.wrapper_dict import description as recipe_of
-from .as_at_setup import Arranged, AsAtSetup, ParametersAsMade
+from .as_at_setup import Arranged, AsAtSetup, ParametersAsMade, replaced
+from .blueprint import Blueprint
+from .building import shape_of
 from .config import Needs, StrategyConfig
 from .gradient_hooks import Hooked, HooksAfterBackward, Removable
+from .interface import INTERFACE_VERSION, check_interface, passed_on
+from .launchers import Launch, detect_launch, saying_why_this_process_leaves
 from .names import Names
-from .parts.footprint import StateMemory, size_of, state_of_optimizer
-from .parts.whole_weights import WholeWeights
+from .noted import Noted
 from .recomputation import compile_in_place, recompute
-from .state import Optim
 
 # TrainStep and EvalStep: the interfaces by which a strategy calls the model, for an update or an evaluation batch.
 
@@ -84,62 +89,6 @@ class EvalStep(Protocol):
         """Return the predictions for a batch, by ``val_step``, ``test_step`` or ``forward``, under ``autocast``."""
 
 
-# Preparation of a model, its optimizer and its schedules for a training loop of the user's own.
-
-
-_LENGTHS = ("epoch_length", "max_epochs", "max_iters")
-
-
-class SetsUp(Protocol):
-    """The methods of a strategy that are called."""
-
-    def setup_environment(self) -> None:
-        """See ProcessEnvironment."""
-
-    def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """See Strategy."""
-
-    def check(self, model: Any, optim: Any) -> None:
-        """See Strategy."""
-
-    def setup(self, model: nn.Module, optim: Any = None) -> tuple[nn.Module, Any]:
-        """See Strategy."""
-
-    def check_unchanged(self) -> None:
-        """See Strategy."""
-
-
-def prepare(
-    strategy: SetsUp, model: Any, optim_wrapper: Any, param_scheduler: Any, dispatch_kwargs: Mapping[str, Any] | None
-) -> Any:
-    """See ``Strategy.prepare``."""
-    lengths = dict(dispatch_kwargs or {})
-    for name in lengths:
-        if name not in _LENGTHS:
-            hint = suggest(name, _LENGTHS) or f", choose {one_of(_LENGTHS)}"
-            raise ConfigError(f"dispatch_kwargs.{name}: unknown key{hint}")
-    optim = None if optim_wrapper is None else build_optim_wrapper(optim_wrapper)
-    if optim is None and param_scheduler is not None:
-        raise ConfigError("param_scheduler: has no meaning without optim_wrapper")
-    strategy.check(model if isinstance(model, nn.Module) else None, optim)
-    strategy.setup_environment()
-    if not isinstance(model, nn.Module):
-        given = model
-        model = strategy.construct(lambda: MODELS.build(given, "model"))
-    prepared, optim = strategy.setup(model, optim)
-    if optim is None:
-        return prepared
-    for wrapper in optim.wrappers.values():  # the runner's loop checks before forward
-        wrapper.register_step_pre_hook(lambda _: strategy.check_unchanged())
-    if param_scheduler is None:
-        return prepared, optim
-    lengths = {"epoch_length": None, **lengths}
-    schedulers = {
-        name: build_param_schedulers(param_scheduler, wrapper, **lengths) for name, wrapper in optim.wrappers.items()
-    }
-    return prepared, optim, schedulers if isinstance(optim, OptimWrapperDict) else schedulers[""]
-
-
 # Gradient norms and overflows of optimizers on processes that hold different parameters of one replica of a model.
 
 
@@ -175,7 +124,7 @@ def spread_updates(
 
 
 def kept_gradients(engine: str) -> StrategyError:
-    """Return the error of ``drop_gradients`` for an ``engine`` whose gradients cannot be dropped from outside."""
+    """Return the error of ``abort_update`` for an ``engine`` whose gradients cannot be dropped from outside."""
     return StrategyError(
         f"train(): the last call ended in the middle of an update, and {engine} still has its gradients; make a new "
         "runner with resume=True, or with load_from"
@@ -190,11 +139,13 @@ def _within(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
         yield
 
 
+Optim = OptimWrapper | OptimWrapperDict
+
 NOTHING: AbstractContextManager[None] = nullcontext()
 """A context that does nothing; a single object, because every micro-batch enters two."""
 
 
-class Strategy(WholeWeights):
+class Strategy:
     """Trains a model on one or many devices and gives its state in canonical form; the base class uses one device.
 
     Most subclasses override ``_wrap``; some also ``grad_sync``, ``autocast``, ``module`` and the three methods of
@@ -211,23 +162,150 @@ class Strategy(WholeWeights):
     Config: ClassVar[type[StrategyConfig]] = StrategyConfig
     needs: ClassVar[Needs] = Needs()
     short_names: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Short names for ``strategy=`` and `flextrain verify`, each with its options; not inherited."""
+    """Short names for ``strategy=`` and commands, each with its options; not inherited."""
     not_promised: ClassVar[Mapping[str, str]] = {}
     """Checks of ``check_strategy`` in which it may differ from one device, each with the reason."""
     tolerance: ClassVar[float | None] = None
     """Relative difference from one device that ``check_strategy`` counts as rounding; None: the kit's own."""
-    example: Callable[[], Any] | None = None
-    """Returns a batch of the data, for the shapes in it, or None; a runner sets it before ``setup``."""
+    _given_as: Mapping[str, str] = MappingProxyType({})  # where options that are not under ``strategy`` were given
+    interface_version: ClassVar[int] = INTERFACE_VERSION
+    """The version of this interface that a class is written for; a package states it, and another one is refused."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+        check_interface(type(self))
+        self.config = validate(self.Config, options, "strategy")
+        if hasattr(type(self), "data_shard"):
+            raise StrategyError(
+                f"{type(self).__name__}.data_shard: is never asked, define _arrange() and give Topology(data=DataShard(index, "
+                "count, group)), strategy.topology then has it"
+            )
+        refuse_misspelled(type(self), "strategy")
+        self.device = torch.device("cpu")
+        self.launch = Launch()
+        self.topology = Topology()
+        """This process's relations to the others; valid after ``join``."""
+        self.optim: Optim | None = None
+        self.noted = Noted()
         self.precision = Precision()
-        self._replica_check = ReplicaCheck()
-        self._parameters: AsAtSetup | None = None
-        self._gradient_hooks: list[Removable] = []  # on the user's parameters; teardown removes them
+        self.example: Callable[[], Any] | None = None
+        """Returns a batch of the data, for the shapes in it, or None; a runner sets it before ``setup``."""
+        self._spec: DeviceSpec | None = None
+        self._owns_group = False
+        self._model: nn.Module | None = None
+        self._module: nn.Module | None = None
+        self._gradient_hooks: list[Removable] = []  # on the user's parameters; leave removes them
         self._puts_off_sync = True  # whether grad_sync is overridden, see setup
 
-    # Setup and teardown
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            return passed_on(self, name)
+
+    # Processes and devices
+
+    def join(self) -> None:
+        """Choose the device and join the process group; may be called again.
+
+        Raises:
+            LaunchError: the launcher's variables are missing.
+            ConfigError: a backend that the device does not support.
+            StrategyError: the device is not usable, the strategy cannot run on this number of processes, or the
+                existing process group cannot send CPU tensors.
+        """
+        if self._spec is not None:
+            return
+        spec = device_spec(self.config.device)
+        self.launch = detect_launch(self.config.launcher)
+        with saying_why_this_process_leaves(self.config.launcher):
+            self._check_world(self.launch.world_size)
+            self.device = select_device(spec, self.launch.local_rank)
+        if self.launch.world_size > 1 and not dist.is_initialized():
+            dist.init_process_group(
+                spec.complete_backend(self.config.backend, self._key_of_backend),
+                rank=self.launch.rank,
+                world_size=self.launch.world_size,
+                init_method=self.launch.init_method,
+                timeout_s=float(self.config.timeout_s),
+                job=self.launch.job,
+                is_derived=self.launch.is_derived,
+                several_machines=self.launch.several_machines,
+            )
+            self._owns_group = True
+            dist.leave_at_exit()
+        self._check_group()
+        dist.side_group(float(self.config.timeout_s))  # created here, because all processes are here
+        # The processes compare their topologies below, where one that is alone would wait without end.
+        if not dist.is_alone():
+            meet(self, "Strategy.join()")
+        self._spec = spec
+        self.topology = Topology()  # _arrange may need rank and world size
+        try:
+            with raising_together():
+                arranged: object = self._arrange()
+                if not isinstance(arranged, Topology):
+                    raise StrategyError(
+                        f"{type(self).__name__}._arrange: gave {type(arranged).__name__}, return Topology(data=DataShard(index, "
+                        "count, group))"
+                    )
+                self.topology = arranged
+                use_shard(arranged.data)
+            if not dist.is_alone():
+                self.topology.check()
+        except BaseException:
+            self._spec, self.topology = None, Topology()  # another call must not find it set up
+            raise
+
+    def _arrange(self) -> Topology:
+        """Return this process's relations to the others; called once on every process, after the process group exists.
+
+        By default every process trains on its own data and holds all parameters.
+        """
+        return Topology()
+
+    @property
+    def _key_of_backend(self) -> str:
+        return self._given_as.get("backend", "strategy.backend")
+
+    def _join_alone(self) -> None:
+        """Create a process group of this process alone if there is none, for libraries that need one."""
+        if dist.is_initialized():
+            return
+        assert self._spec is not None
+        dist.init_alone(self._spec.complete_backend(self.config.backend, self._key_of_backend))
+        self._owns_group = True
+        dist.leave_at_exit()
+
+    def _check_group(self) -> None:
+        """Raise StrategyError if an existing process group cannot send CPU tensors: counts, metrics, objects."""
+        if not dist.is_alone() and not dist.carries_cpu_tensors(found := dist.group_backend()):
+            raise StrategyError(
+                f'strategy.backend: the existing process group has the backend "{found}" and none for CPU tensors, '
+                f'create it with init_process_group("cpu:gloo,{found}") or let the strategy create it'
+            )
+
+    def _check_world(self, world_size: int) -> None:
+        """Raise StrategyError if this strategy cannot run on ``world_size`` processes."""
+
+    def _leave_environment(self) -> None:
+        """Leave the process group, if this strategy joined it."""
+        if self._owns_group:
+            dist.destroy_process_group()
+            self._owns_group = False
+        self._spec = None
+        self.topology = Topology()
+
+    # Set-up
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module, unwrapped.
+
+        Raises:
+            StrategyError: before ``setup``.
+        """
+        if self._module is None:
+            raise StrategyError(f"{type(self).__name__}: no model yet, call setup(model, optim) first")
+        return self._module
 
     def check(self, model: nn.Module | type[nn.Module] | None, optim: Optim) -> None:
         """Raise if this strategy cannot train this model, or with this wrapper; called when a runner is made.
@@ -237,45 +315,17 @@ class Strategy(WholeWeights):
             optim: the wrapper, whose torch optimizer is not built yet.
         """
 
-    def init_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which the runner builds a model; parameters may be on the meta device after it."""
-        return nullcontext()
+    def building(self, model: nn.Module | None = None, draws: Tensor | None = None) -> AbstractContextManager[Any]:
+        """Return the context in which a model is made, initialised or changed; before ``setup``.
 
-    def construct(
-        self, make: Callable[[], nn.Module], initialise: Callable[[nn.Module], None] | None = None
-    ) -> nn.Module:
-        """Return the model that ``make`` builds in ``init_context``; before ``setup``.
+        Parameters that are made in it may be on the meta device afterwards.
 
         Args:
-            initialise: called with the model, outside of the context.
+            model: one that was made in such a context, or given by the user, to initialise or to change; None: one is made.
+            draws: the state of torch's generator on the CPU from which what changes ``model`` draws, so that it draws the
+                same under every strategy; None: the model is initialised, by its ``init_weights``.
         """
-        with self.init_context():
-            model = make()
-        if initialise is not None:
-            initialise(model)
-        return model
-
-    def init_weights(self, model: BaseModel) -> None:
-        """Call ``model.init_weights()`` for a model built in ``init_context``; before ``setup``."""
-        model.init_weights()
-
-    def expect_values(self, names: Collection[str]) -> None:
-        """Take note of parameters that nothing has initialised, because their values are read after ``setup``.
-
-        Called between ``init_context`` and ``setup``. By default nothing: only who keeps parameters without memory has to know.
-
-        Args:
-            names: of parameters and buffers, in the user's model.
-        """
-
-    def change_context(self, model: nn.Module, state: Tensor) -> AbstractContextManager[Any]:
-        """Return the context in which a transform changes a model that ``init_context`` or the user gave; before ``setup``.
-
-        Args:
-            model: the module as it is so far.
-            state: that of torch's generator on the CPU from which it draws, so that it draws the same under every strategy.
-        """
-        return _within(drawing_apart(state), self._context_like(model))
+        return NOTHING if model is None or draws is None else _within(drawing_apart(draws), self._context_like(model))
 
     def _context_like(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context in which parameters are made like those of a model that was not set up yet."""
@@ -297,9 +347,10 @@ class Strategy(WholeWeights):
         """
         if self._model is not None:
             raise StrategyError(f"{type(self).__name__}: setup was called before, a strategy serves one model")
-        self.setup_environment()
+        self.join()
         check_sizes(model)
-        if found := first_difference(description(model, self.shape_of)):
+        shaped = partial(shape_of, self)
+        if found := first_difference(description(model, shaped)):
             raise StrategyError(f"model: {found}; every process has to build the same model")
         if optim is not None:
             optim.attach(self.device, self.autocast)
@@ -307,18 +358,20 @@ class Strategy(WholeWeights):
         if optim is not None and self.topology.model is None:  # otherwise another process may have what is trained
             check_trainable(model)
         self._check_request(model, optim)
-        self._note_blueprint(model, self.shape_of)
-        as_made = ParametersAsMade(model, self.shape_of)
+        noted = self.noted
+        if not rehearsing():
+            noted.blueprint = Blueprint(model, shaped)
+        as_made = ParametersAsMade(model, shaped)
         cast_parameters(model, self.precision)
         if self.config.activation_checkpointing is not None:
             recompute(model, self.config.activation_checkpointing, trains=optim is not None)
         self._place(model)
-        self._names = Names(model)
+        noted.names = Names(model)
         self._module = model
         self._model = self._wrap(model)
         hooked = as_made.give(self.module, type(self).__name__, self.topology)
-        if self._blueprint is not None:
-            self._blueprint.follow()
+        if noted.blueprint is not None:
+            noted.blueprint.follow()
         if self.config.compile:
             self._compile(self._model)
         if optim is not None:
@@ -326,7 +379,7 @@ class Strategy(WholeWeights):
             if found := first_difference(recipe_of(optim), kind=f"part {self.topology.index_in_model} of the model"):
                 raise StrategyError(f"{found}; every process has to be configured alike")
             if self.topology.model is not None:
-                spread_updates(optim, self.named_parameters(), self.topology, self.device)
+                spread_updates(optim, self.parameters(), self.topology, self.device)
             if hooked and self._averaged_over().count > 1:
                 self._call_hooks(hooked, optim)
         self.optim = optim
@@ -334,42 +387,11 @@ class Strategy(WholeWeights):
         self._check_precision()
         if optim is not None:
             if not rehearsing():  # whose observers register hooks
-                self._parameters = AsAtSetup(lambda: self.module, self._arranged())
-            check_savable(self.module, self.left_out())
-            self._at_setup = tensor_names(self.module)
-        self._names.gather(self.module)
+                noted.unchanged = AsAtSetup(lambda: self.module, self._arranged())
+            check_savable(self.module, left_out(self))
+            noted.at_setup = tensor_names(self.module)
+        noted.names.gather(self.module)
         return self._model, optim
-
-    def prepare(
-        self,
-        model: nn.Module | Mapping[str, Any] | type[nn.Module],
-        *,
-        optim_wrapper: Any = None,
-        param_scheduler: Any = None,
-        dispatch_kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Set up a model for a loop of one's own, without a runner, as MMEngine's method of this name; a collective.
-
-        The runner calls ``setup``. In the loop, ``update_params(loss)`` of the wrapper counts micro-batches itself.
-
-        Args:
-            model: a module, ``dict(type=...)`` or a class.
-            optim_wrapper: the wrapper to train with, or its configuration.
-            param_scheduler: one or a list, for every optimizer.
-            dispatch_kwargs: ``dict(epoch_length=..., max_epochs=..., max_iters=...)``, for schedulers without an end.
-
-        Returns:
-            The module to call; with ``optim_wrapper`` a tuple of it and the wrapper; with ``param_scheduler`` also the
-            list of schedulers, by name for several optimizers.
-
-        Raises:
-            StrategyError, ConfigError: a setting is not possible.
-        """
-        return prepare(self, model, optim_wrapper, param_scheduler, dispatch_kwargs)
-
-    def shape_of(self, tensor: Tensor) -> Sequence[int]:
-        """Return the whole shape of a parameter or buffer of the model, which may be sharded since ``init_context``."""
-        return tensor.shape
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         """Raise if this strategy does not support the model, or the settings of the wrapper."""
@@ -406,12 +428,13 @@ class Strategy(WholeWeights):
         parts = list(self.module.children()) if overrides(self.module, "train_step") else [model]
         compile_in_place(parts, options)
 
-    def teardown(self) -> None:
+    def leave(self) -> None:
         """Leave the process group, if this strategy joined it, and drop the model; may be called again."""
         for handle in self._gradient_hooks:
             handle.remove()
         self._gradient_hooks.clear()
-        self._model = self._module = self.optim = self._blueprint = self._parameters = None
+        self._model = self._module = self.optim = None
+        self.noted.drop_model()
         self._leave_environment()
 
     # Around a micro-batch
@@ -425,12 +448,6 @@ class Strategy(WholeWeights):
     def grad_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """Return the context for forward and backward of a micro-batch; it reduces gradients only if ``enabled``."""
         return NOTHING
-
-    def check_window(self, window: Sequence[Any], step: TrainStep) -> None:
-        """Raise StrategyError for a model that this strategy would train wrongly; once, for the window of the first update.
-
-        Called before the hooks of that update. Nothing of it remains: no gradient, no state, no random number.
-        """
 
     def run_window(self, window: Sequence[Any], step: TrainStep) -> dict[str, Tensor]:
         """Run forward and backward of the micro-batches of one update, but not the update itself.
@@ -468,29 +485,7 @@ class Strategy(WholeWeights):
         """
         return batch
 
-    def for_rehearsal(self) -> Strategy | None:
-        """Return the strategy that a plan executes in place of this one; None if a plan is not possible.
-
-        By default itself, or None if ``needs.processes`` says that its ranks must be real processes. Such a strategy can
-        return one with the same options that makes the tensors and calls the collectives of a rank by formula, as plain
-        operations of torch, and that says by ``core.rehearsing.announce`` what memory is for. Plans say that it is so.
-        """
-        return None if self.needs.processes else self
-
-    def explain(self, error: BaseException) -> str | None:
-        """Return what to do about an error that follows from how the model is spread; None if it does not."""
-        try:
-            self.check_unchanged()
-        except StrategyError as changed:
-            return str(changed)
-        return None
-
-    def check_unchanged(self) -> None:
-        """Raise StrategyError if parameters were changed since ``setup`` in a way that training would miss; before every update."""
-        if self._parameters is not None:
-            self._parameters.check()
-
-    def drop_gradients(self) -> None:
+    def abort_update(self) -> None:
         """Drop the gradients of an update that an exception has ended: all of its micro-batches will be repeated.
 
         Raises:
@@ -499,44 +494,140 @@ class Strategy(WholeWeights):
         if self.optim is not None:
             self.optim.zero_grad()
 
-    def check_replicas(self) -> dict[str, Tensor]:
-        """Compare what several processes hold replicas of, bit for bit; a collective. Every save does it first.
+    # State
 
-        Compared are ``replicas()`` with those of all processes that hold the same, and buffers that nothing has written
-        since the last check: others, such as running statistics, are each process's own. The host waits once for the
-        device.
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return this process's parameters with their names in checkpoints: those in the model as it was built."""
+        return self.noted.names.parameters(self.module)
+
+    def model_state(self) -> dict[str, Tensor]:
+        """Return this process's live parameters (float32 masters where they exist) and persistent buffers, by name.
+
+        The name is the one in the user's model; a tied parameter has the first of its names. Its type gives the
+        layout: a ``torch.Tensor`` is whole on every process, a DTensor or FlatShard is a shard.
+        """
+        optim = self.optim
+        state = {name: p if optim is None else optim.master(p) for name, p in self.parameters()}
+        return {name: tensor.detach() for name, tensor in state.items()} | self.buffers()
+
+    def _offered(self) -> dict[str, Tensor]:
+        """Return this process's entries ``model.<name>`` for a checkpoint: its parameters, and the buffers it saves."""
+        skipped = left_out(self).union(
+            name for name, buffer in self.module.named_buffers() if not self._offers(name, buffer)
+        )
+        return {f"model.{name}": tensor for name, tensor in self.model_state().items() if name not in skipped}
+
+    def _offers(self, name: str, buffer: Tensor) -> bool:
+        owner = self.noted.names.owner(name, self.module, self.topology.rank)
+        # A sharded buffer comes from all processes of its mesh.
+        return owner == self.topology.rank or (isinstance(buffer, DTensor) and owner in buffer.device_mesh.mesh)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return this process's persistent buffers, by name."""
+        persistent = self.module.state_dict(keep_vars=True).keys()
+        return {name: buffer for name, buffer in self.module.named_buffers() if name in persistent}
+
+    def state(self) -> dict[str, Any]:
+        """Return the canonical state: live tensors, not copied, and plain values.
+
+        - ``model.<name>``: parameters and persistent buffers, except those that are left out by ``exclude_frozen_parameters``;
+        - ``optim.state.<name>.<key>``: the optimizer state of a parameter, if it exists yet;
+        - ``optim.group.<name>.<key>``: its current hyper-parameters, and the class of its optimizer as ``optimizer``; of a frozen
+          parameter only if its group has no trained one, which would have the same.
+
+        Needs no communication. Each process returns its own state; a checkpoint stores equal entries of several once.
+        Buffers are those of the first process that has them, as in evaluation (see ``share_buffers``); the running
+        statistics of other processes, which may differ during training, are not saved.
+        """
+        state: dict[str, Any] = dict(self._offered())
+        optimized = self._optimized()
+        with_trained = {id(group) for _, _, parameter, group in optimized if parameter.requires_grad}
+        for name, wrapper, parameter, group in optimized:
+            for key, value in wrapper.adapter.state_of(parameter).items():
+                state[f"{STATE}{name}.{key}"] = value
+            if parameter.requires_grad or id(group) not in with_trained:
+                state |= hyper_parameters(wrapper.adapter, group, name)
+        return state
+
+    def template(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return tensors to fill with the contents of a checkpoint, in this strategy's layout.
+
+        Args:
+            saved: by key, an object with ``shape`` and ``dtype`` for a tensor, or the plain value.
 
         Returns:
-            The tensors that were compared, by name.
+            The model's own tensors, to be filled in place, and the optimizer's or, before its first update, new ones.
+        """
+        model = {f"model.{name}": tensor for name, tensor in self.model_state().items()}
+        template = {key: tensor for key, tensor in model.items() if key in saved}
+        optimized = {name: (wrapper, parameter) for name, wrapper, parameter, _ in self._optimized()}
+        for key, info in saved.items():
+            prefix, name, item = split_key(key)
+            if prefix == STATE and name in optimized and hasattr(info, "shape"):
+                wrapper, parameter = optimized[name]
+                live = wrapper.adapter.state_of(parameter).get(item)
+                if isinstance(live, Tensor) and (tuple(live.shape), live.dtype) == (tuple(info.shape), info.dtype):
+                    template[key] = live
+                else:
+                    template[key] = self._state_like(wrapper, parameter, item, info)
+        return template
+
+    def _state_like(self, wrapper: OptimWrapper, parameter: Tensor, key: str, info: Any) -> Tensor:
+        """Return an empty tensor of ``info.shape`` and ``info.dtype`` for state, in the parameter's layout."""
+        if tuple(info.shape) == tuple(parameter.shape):
+            return torch.empty_like(parameter, dtype=info.dtype, requires_grad=False)
+        return torch.empty(info.shape, dtype=info.dtype)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load a filled template together with the plain values; state without a key does not change.
 
         Raises:
-            DivergenceError: on every process, if replicas differ; it names a tensor and the ranks.
+            CheckpointError: another class of optimizer saved the state.
         """
-        if self.topology.is_alone:
-            return {}
-        return self._replica_check.check(self.replicas(), dict(self.module.named_buffers()))
+        self.noted.uninitialised -= {key.removeprefix("model.") for key in state if key.startswith("model.")}
+        for wrapper in self.optim.wrappers.values() if self.optim is not None else ():
+            wrapper.refresh()
+        if not any(key.startswith("optim.") for key in state):
+            return
+        by_name: dict[str, dict[str, dict[str, Any]]] = {STATE: {}, GROUP: {}}
+        for key, value in state.items():
+            prefix, name, item = split_key(key)
+            if prefix:
+                by_name[prefix].setdefault(name, {})[item] = value
+        for wrapper in self.optim.wrappers.values() if self.optim is not None else ():
+            self._load_optimizer(wrapper, by_name[STATE], by_name[GROUP])
 
-    # Memory and precision
+    def _load_optimizer(
+        self, wrapper: OptimWrapper, states: dict[str, dict[str, Any]], hyper: dict[str, dict[str, Any]]
+    ) -> None:
+        names = {id(parameter): name for name, _, parameter, _ in self._optimized()}
+        optimizer, adapter = wrapper.optimizer, wrapper.adapter
+        packed = optimizer.state_dict()
+        packed["state"] = {}
+        for group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+            for parameter, index in zip(group["params"], packed_group["params"], strict=True):
+                name = names[id(parameter)]
+                if name in states:
+                    packed["state"][index] = adapter.own_state(states[name])
+                packed_group.update(restored_hyper_parameters(adapter, group, hyper.get(name, {})))
+        adapter.load(packed)
 
-    def state_memory(self) -> StateMemory:
-        """Return the bytes of the parameters, gradients and optimizer state that this process keeps; after ``setup``.
+    def _optimized(self) -> list[tuple[str, OptimWrapper, Tensor, dict[str, Any]]]:
+        """Return (name, wrapper, optimized tensor, group) for every parameter of every optimizer."""
+        if self.optim is None:
+            return []
+        names = {id(parameter): name for name, parameter in self.parameters()}
+        found = [
+            (wrapper.model_parameter(parameter), wrapper, parameter, group)
+            for wrapper in self.optim.wrappers.values()
+            for group in wrapper.param_groups
+            for parameter in group["params"]
+        ]
+        if not all(id(own) in names for own, *_ in found):
+            raise replaced(dict(self.parameters()), {id(own) for own, *_ in found})
+        return [(names[id(own)], *rest) for own, *rest in found]
 
-        They follow from shapes and dtypes: nothing is computed on the device, and no process waits for another.
-        """
-        kept = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        wrappers = self.optim.wrappers.values() if self.optim is not None else ()
-        states = [state_of_optimizer(wrapper.optimizer) for wrapper in wrappers]
-        masters = [master for p in trained if self.optim is not None and (master := self.optim.master(p)) is not p]
-        elsewhere = {p.device.type for p in trained} - {self.device.type}
-        return StateMemory(
-            parameters=sum(map(size_of, kept.values())),
-            gradients=sum(map(size_of, trained)) if self.optim is not None else 0,
-            optimizer_state=None
-            if None in states
-            else sum(state or 0 for state in states) + sum(map(size_of, masters)),
-            note="kept in host memory" if elsewhere == {"cpu"} else "",
-        )
+    # Precision
 
     def precision_report(self) -> PrecisionReport:
         """Return the dtypes in use, read from the tensors."""
@@ -565,3 +656,20 @@ class Strategy(WholeWeights):
         if asked.autocast:
             # Autocast casts for computation only; stored parameters must stay in float32 for accurate updates.
             require(torch.float32, report.masters or report.parameters, "parameters under autocast")
+
+
+def meet(strategy: Strategy, call: str) -> None:
+    """Wait until every process has made ``call``; a collective.
+
+    Raises:
+        StrategyError: on every process, if one does not come within ``timeout_s`` seconds or makes another call.
+    """
+    if problem := roll_call(call, float(strategy.config.timeout_s)):
+        raise StrategyError(f"{call}: {problem}; every process has to call it")
+
+
+def left_out(strategy: Strategy) -> frozenset[str]:
+    """Return the names of the parameters that checkpoints do not contain: frozen ones, if these are excluded."""
+    if not strategy.config.exclude_frozen_parameters:
+        return frozenset()
+    return frozenset(name for name, parameter in strategy.parameters() if not parameter.requires_grad)

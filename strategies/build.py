@@ -8,18 +8,19 @@ from typing import Any
 from ..core.base import errors as horovod
 from ..core.base.config import refuse_foreign
 from ..core.base.errors import ConfigError
-from ..core.base.overriding import overridden, refuse_unused
+from ..core.base.overriding import refuse_unused
 from ..core.base.registry import STRATEGIES
 from .base import Strategy
+from .interface import EARLIER
 from .launchers import detect_launch
 
 _NEVER_CALLED = {
-    "_setup_distributed": "override setup_environment()",
+    "_setup_distributed": "override join()",
     "_wrap_model": "override _wrap(model)",
     "convert_model": "override _wrap(model)",
-    "init_model_weights": "override init_weights(model)",
-    "save_checkpoint": "override state_dict()",
-    "load_checkpoint": "override load_template(saved) and load_state_dict(state)",
+    "init_model_weights": "override building(model)",
+    "save_checkpoint": "override state()",
+    "load_checkpoint": "override template(saved) and load(state)",
 }
 """Methods of MMEngine's strategies that flextrain never calls, with the advice for a subclass that defines one."""
 
@@ -40,7 +41,7 @@ def build_strategy(cfg: Any = None, *, given_as: Mapping[str, str] | None = None
     """
     options, names = {key: value for key, value in options.items() if value is not None}, given_as or {}
     if isinstance(cfg, Strategy):
-        _refuse_methods(cfg, "strategy")
+        refuse_unused(cfg, {**_NEVER_CALLED, **EARLIER}, "strategy")
         for key, value in options.items():
             if getattr(cfg.config, key) != value:
                 raise ConfigError(f"{names.get(key, key)}: the strategy is already built, give {key}={value!r} to it")
@@ -65,17 +66,8 @@ def build_strategy(cfg: Any = None, *, given_as: Mapping[str, str] | None = None
     else:
         cfg = {**options, "type": cfg}
     strategy = STRATEGIES.build(cfg, "strategy")
-    if isinstance(strategy, Strategy):
-        strategy.given_as = {key: names[key] for key in names.keys() & options.keys()}
     if not isinstance(strategy, Strategy):
         raise ConfigError(f"strategy.type: {type(strategy).__name__} is no Strategy, subclass flextrain.Strategy")
-    _refuse_methods(strategy, "strategy.type")
+    strategy._given_as = {key: names[key] for key in names.keys() & options.keys()}
+    refuse_unused(strategy, {**_NEVER_CALLED, **EARLIER}, "strategy.type")
     return strategy
-
-
-def _refuse_methods(strategy: Strategy, where: str) -> None:
-    refuse_unused(strategy, _NEVER_CALLED, where)
-    if overridden(strategy, "prepare"):
-        raise ConfigError(
-            f"{where}: {type(strategy).__name__}.prepare is never called here, override setup(model, optim)"
-        )

@@ -26,10 +26,10 @@ from ..core.torch_compat.torch_private import check_reduced, gradient_hooks, lea
 from ..optim.gradients import average
 from ..optim.wrapper import OptimWrapper
 from .as_at_setup import Arranged
-from .base import NOTHING, Strategy
+from .base import NOTHING, Optim, Strategy
 from .config import ANY_DEVICE, Needs, StrategyConfig
+from .parts import explain, keep_own_buffers
 from .sharding import check_dense, check_not_quantised
-from .state import Optim
 
 # Name the trainable parameters that no gradient has come to, in the log.
 
@@ -291,45 +291,46 @@ class DDPStrategy(Strategy):
             return NOTHING
         return self._model.no_sync()
 
-    def keep_own_buffers(self) -> None:
-        """See Strategy; DistributedDataParallel would broadcast rank 0's before every forward."""
-        if (
-            isinstance(self._model, DistributedDataParallel)
-            and "broadcast_buffers" not in self.config.wrapper_arguments()
-        ):
-            self._model.broadcast_buffers = False
-
-    def explain(self, error: BaseException) -> str | None:
-        """See Strategy."""
-        text = str(error)
-        if "Expected to have finished reduction in the prior iteration" in text:
-            names = self._reduced
-            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
-            unused = [names[int(index)] for index in found[1].split() if int(index) < len(names)] if found else []
-            which = ", ".join(unused[:8]) + (", ..." if len(unused) > 8 else "") if unused else "some parameters"
-            return (
-                f"the loss does not depend on {which}: use them, freeze them (requires_grad=False), or give "
-                "strategy.find_unused_parameters=True"
-            )
-        if "Your training graph has changed in this iteration" in text:
-            return "this iteration uses other parameters than the first one: leave out strategy.static_graph"
-        if "Expected to mark a variable ready only once" in text:
-            return (
-                "a parameter is used again in a checkpointed part of the model: give checkpoint(..., use_reentrant=False), or "
-                "strategy.static_graph=True"
-            )
-        return super().explain(error)
-
     def _check_reduced(self, optim: OptimWrapper) -> None:
         try:
             check_reduced(cast(DistributedDataParallel, self._model))
         except RuntimeError as error:
-            if (advice := self.explain(error)) is None:
+            if (advice := explain(self, error)) is None:
                 raise
             raise StrategyError(f"model: rank {self.topology.rank} cannot reduce its gradients, {advice}") from error
 
     def _average_gradients(self, optim: OptimWrapper) -> None:
         average([optim.model_parameter(p) for group in optim.param_groups for p in group["params"]], self.topology.data)
+
+
+@keep_own_buffers.register(DDPStrategy)
+def _(strategy: DDPStrategy) -> None:
+    """Let the wrapper broadcast no buffers: it would give every process rank 0's before every forward."""
+    model = strategy._model
+    if isinstance(model, DistributedDataParallel) and "broadcast_buffers" not in strategy.config.wrapper_arguments():
+        model.broadcast_buffers = False
+
+
+@explain.register(DDPStrategy)
+def _(strategy: DDPStrategy, error: BaseException) -> str | None:
+    text = str(error)
+    if "Expected to have finished reduction in the prior iteration" in text:
+        names = strategy._reduced
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+        unused = [names[int(index)] for index in found[1].split() if int(index) < len(names)] if found else []
+        which = ", ".join(unused[:8]) + (", ..." if len(unused) > 8 else "") if unused else "some parameters"
+        return (
+            f"the loss does not depend on {which}: use them, freeze them (requires_grad=False), or give "
+            "strategy.find_unused_parameters=True"
+        )
+    if "Your training graph has changed in this iteration" in text:
+        return "this iteration uses other parameters than the first one: leave out strategy.static_graph"
+    if "Expected to mark a variable ready only once" in text:
+        return (
+            "a parameter is used again in a checkpointed part of the model: give checkpoint(..., use_reentrant=False), or "
+            "strategy.static_graph=True"
+        )
+    return explain.dispatch(Strategy)(strategy, error)
 
 
 def _in_memory_of_its_own(gradient: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class NPUStrategy(DDPStrategy):
     ``device="npu"`` too, or detect it.
 
     Raises:
-        StrategyError: torch_npu is not installed, cannot be imported, or finds no device; raised by setup_environment.
+        StrategyError: torch_npu is not installed, cannot be imported, or finds no device; raised by join.
 
     Source: https://www.hiascend.com/document, "Ascend Extension for PyTorch"
     """
@@ -52,7 +52,7 @@ class NPUStrategy(DDPStrategy):
     short_names = {"npu": {}}
     config: NPUConfig
 
-    def setup_environment(self) -> None:
+    def join(self) -> None:
         """See Strategy; also sets torch_npu's switches, before anything runs on the device.
 
         Raises:
@@ -60,7 +60,7 @@ class NPUStrategy(DDPStrategy):
         """
         if self._spec is None:
             self._set_switches(device_spec(self.config.device).module)
-        super().setup_environment()
+        super().join()
 
     def _set_switches(self, npu: Any) -> None:
         config = self.config

@@ -205,7 +205,7 @@ def _no_leaked_process_group() -> Iterator[None]:
     leaked = dist is not None and dist.is_available() and dist.is_initialized()
     if leaked:
         dist.destroy_process_group()
-    assert not leaked, "a process group was left initialised (call strategy.teardown())"
+    assert not leaked, "a process group was left initialised (call strategy.leave())"
 
 
 # What FSDPStrategy says on the CPU before torch 2.7.

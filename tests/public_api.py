@@ -33,6 +33,7 @@ MODULES = (
     "flextrain.testing",
     "flextrain.runner.hooks",
     "flextrain.runner.reporting",
+    "flextrain.strategies.parts",
 )
 INTERFACES = (
     "flextrain.runner.run.Run",

@@ -18,9 +18,16 @@ from .private_names import own_attributes, parsed, private_names_of_torch
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ["core", "optim", "strategies", "runner"]  # a layer may import itself and what stands before it
-STRATEGY_FREE = re.compile(
-    r"flextrain\.(core|optim|runner|commands|doctor|elastic|plan|reference|report|testing|verify)(\.|$)"
+# The list of public names, that of strategies, and who chooses for strategy=None; and a strategy's own files, and what shards or
+# notes parameters for several of them, whose messages advise another.
+MAY_NAME_STRATEGIES = re.compile(
+    r"flextrain\.(__init__|strategies\.(__init__|build|ddp|npu|single_device|as_at_setup|sharding|(fsdp|deepspeed|mesh)\..*))$"
 )
+STRATEGYS_OWN = re.compile(r"flextrain\.strategies\.(fsdp|deepspeed|mesh)\.")
+REACHES_INSIDE = {  # to become a function of strategies/parts
+    "flextrain.plan.step_time imports flextrain.strategies.mesh.pipeline.orders",
+    "flextrain.doctor.package_probe imports flextrain.strategies.deepspeed.swap_files",
+}
 MAX_LINES = 900  # 200 to 600 are usual: a file holds one idea that has a name in the field
 CHECKPOINT_LIBRARY = "torch.distributed.checkpoint"
 TORCH_PRIVATE = {
@@ -29,7 +36,7 @@ TORCH_PRIVATE = {
 }
 CHECKPOINT_HOME = re.compile(r"flextrain\.core\.checkpoint(\.|$)")
 # They talk to the other processes, or write a file for each; anybody else asks strategy.topology what a process is.
-RANKS_HOME = re.compile(r"flextrain\.core\.(comm|checkpoint)(\.|$)|flextrain\.strategies\.launch$")
+RANKS_HOME = re.compile(r"flextrain\.core\.(comm|checkpoint)(\.|$)")
 RANK_NAMES = {"get_rank", "get_world_size"}
 SNAPSHOT = Path(__file__).with_name("public_names.txt")
 
@@ -163,12 +170,24 @@ def named_strategies(modules: Sources) -> list[str]:
     homes = set(classes.values())
     found = []
     for module, source in modules.items():
-        if not STRATEGY_FREE.match(module):
+        if MAY_NAME_STRATEGIES.match(module):
             continue
         for number, line in enumerate(source.splitlines(), 1):
             found += [f"{module}:{number} names {match}" for match in names.findall(line)]
         for number, name in imports(module, source):
             if name in homes or name.rpartition(".")[0] in homes:
+                found.append(f"{module}:{number} imports {name}")
+    return found
+
+
+def reaches_inside(modules: Sources) -> list[str]:
+    """Who imports from a strategy's folder from outside; other strategies may, and the public names, but only what it gives."""
+    found = []
+    for module, source in modules.items():
+        may = module == "flextrain.__init__" or layer_of(module) == "strategies"
+        for number, name in imports(module, source):
+            home = STRATEGYS_OWN.match(f"{name}.")
+            if home and not module.startswith(home[0]) and not (may and name.count(".") < 4):
                 found.append(f"{module}:{number} imports {name}")
     return found
 
@@ -227,6 +246,12 @@ def test_only_strategies_name_a_concrete_strategy() -> None:
     assert named_strategies(sources()) == []
 
 
+def test_only_known_modules_reach_inside_a_strategys_folder() -> None:
+    found = {re.sub(r":\d+", "", line) for line in reaches_inside(sources())}
+    assert {line for line in found if not line.startswith(tuple(REACHES_INSIDE))} == set()
+    assert all(any(line.startswith(known) for line in found) for known in REACHES_INSIDE), "take it out of the list"
+
+
 def test_every_registered_strategy_is_seen_by_the_lint() -> None:
     ours = {name for name in flextrain.STRATEGIES if flextrain.STRATEGIES.get(name).__module__.startswith("flextrain.")}
     assert ours <= strategy_classes(sources()).keys()
@@ -282,6 +307,22 @@ SCALER = "from torch.amp import GradScaler\nclass A(GradScaler):\n"
         (named_strategies, "testing.a", "from ..strategies.ddp import f", "imports flextrain.strategies.ddp.f"),
         (named_strategies, "runner.a", "from ..strategies import ddp", "imports flextrain.strategies.ddp"),
         (named_strategies, "runner.a", "from ..strategies.ddp import f", "imports flextrain.strategies.ddp.f"),
+        (named_strategies, "mmengine.a", "x = 'DDPStrategy'", ":1 names DDPStrategy"),
+        (named_strategies, "strategies.parts.a", "isinstance(strategy, DDPStrategy)", ":1 names DDPStrategy"),
+        (named_strategies, "strategies.base", "# as DDPStrategy does", ":1 names DDPStrategy"),
+        (
+            reaches_inside,
+            "runner.a",
+            "from ..strategies.fsdp import FSDPConfig",
+            "imports flextrain.strategies.fsdp.FSDPC",
+        ),
+        (
+            reaches_inside,
+            "strategies.ddp",
+            "from .fsdp.config import f",
+            ":1 imports flextrain.strategies.fsdp.config.f",
+        ),
+        (reaches_inside, "ray.a", "def f():\n    import_module('flextrain.strategies.mesh.axis')", ":2 imports"),
         (ranks_asked_for, "runner.a", "from ..core.comm.collectives import get_rank", ":1 asks get_rank"),
         (ranks_asked_for, "strategies.a", "x = 1\nn = torch.distributed.get_world_size()", ":2 asks get_world_size"),
         (ranks_asked_for, "runner.a", "def f():\n    return get_rank()", ":2 asks get_rank"),
@@ -337,6 +378,8 @@ def test_the_lints_allow_what_is_allowed() -> None:
         "flextrain.core.c": "from .b import A\nclass B(A):\n    def g(self): self._step()",
     }
     assert upward_imports(modules) == named_strategies(modules) == checkpoint_imports(modules) == []
+    modules["flextrain.strategies.mesh.a"] = "from ..fsdp import FSDPStrategy\nfrom .axis import Axis"
+    assert reaches_inside(modules) == []
     assert private_torch_names(modules) == []
 
 

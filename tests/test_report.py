@@ -50,13 +50,13 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     first = make_run(folder / "first", custom_hooks=[Falls()], **hooks)
     with pytest.raises(RuntimeError, match="a lamp fell"):
         first.train()
-    first.strategy.teardown()
+    first.strategy.leave()
     again = make_run(folder / "first", custom_hooks=[Falls()], resume=True, **{**hooks, "scores": [0.75, 0.875]})
     again.train()
-    again.strategy.teardown()
+    again.strategy.leave()
     second = make_run(folder / "second", optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.05}}, **hooks)
     second.train()
-    second.strategy.teardown()
+    second.strategy.leave()
     return folder
 
 

@@ -53,7 +53,7 @@ class AveragesTwice(WithHook):
     def spoil(self, optim):
         for group in optim.param_groups:
             for parameter in group["params"]:
-                parameter.grad /= self.world_size
+                parameter.grad /= self.topology.world_size
 
 @STRATEGIES.register_module()
 class WrongLater(WithHook):
@@ -66,7 +66,7 @@ class WrongLater(WithHook):
 class OneStrays(WithHook):
     short_names = {"strays": {"static_graph": True}}
     def spoil(self, optim):
-        if self.rank == 1:
+        if self.topology.rank == 1:
             self.module.net[0].bias.data += 0.01
 
 @STRATEGIES.register_module()

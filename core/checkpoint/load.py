@@ -303,7 +303,7 @@ class Checkpoint:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """The argument of ``Strategy.load_template``: plain values, and shape and dtype of the tensors."""
+        """The argument of ``Strategy.template``: plain values, and shape and dtype of the tensors."""
         return {**self.values, **self.tensors}
 
     def load(self, template: Mapping[str, Tensor]) -> None:

@@ -36,6 +36,7 @@ from ..runner.reporting.reporter import describe
 from ..runner.run_folders import other_names
 from ..runner.runner import FlexibleRunner as Native
 from ..strategies.base import Strategy
+from ..strategies.parts import init_weights, keep_own_buffers
 from .evaluation import AdaptedEvaluator, adapted_evaluator
 from .hooks import AdaptedHook, adapted_hook
 from .translation import adapted_log_processor, translated_arguments, translated_dataloader
@@ -208,7 +209,7 @@ def initialise(model: Any, strategy: Strategy) -> None:
         return
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     with _without_record(model) if is_meta else nullcontext():
-        strategy.init_weights(model)
+        init_weights(strategy, model)
 
 
 @contextmanager
@@ -263,7 +264,7 @@ class AdaptedParts(Parts):
         super().set_up()
         if is_new:
             use_device(strategy.module, strategy.device)
-            strategy.keep_own_buffers()  # as under MMEngine's runner
+            keep_own_buffers(strategy)  # as under MMEngine's runner
 
     def build_model(self) -> nn.Module:
         """See Parts; ``init_weights`` is MMEngine's."""

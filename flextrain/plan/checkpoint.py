@@ -31,6 +31,7 @@ from ..core.comm.topology import Topology
 from ..core.random.generators import rng_state
 from ..core.version import __version__
 from ..strategies.base import Strategy
+from ..strategies.parts import left_out
 from .plan import CheckpointPlan, RankPlan, StrategyPlan
 
 _NO_SUM = "0" * 16
@@ -69,10 +70,10 @@ class Share:
 
 def share_of(strategy: Strategy, topology: Topology) -> Share:
     """What this rank has to save after an update."""
-    state = strategy.state_dict()
+    state = strategy.state()
     # In a rehearsal all ranks are taken to have what this one has, and so rank 0 would save the buffers of each stage.
-    left_out, buffers = strategy.left_out(), dict(strategy.module.named_buffers())
-    model = {f"model.{name}": tensor for name, tensor in strategy.model_state().items() if name not in left_out}
+    names, buffers = left_out(strategy), dict(strategy.module.named_buffers())
+    model = {f"model.{name}": tensor for name, tensor in strategy.model_state().items() if name not in names}
     tensors = model | {key: value for key, value in state.items() if isinstance(value, Tensor) and key not in model}
     with with_values(), torch.no_grad():
         offer = offer_of(tensors, topology.rank, topology.world_size)

@@ -77,7 +77,7 @@ def measure(job: PlannedJob) -> RankPlan:
         try:
             return training.run()
         finally:
-            training.strategy.teardown()
+            training.strategy.leave()
 
 
 def arguments_for(job: PlannedJob, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

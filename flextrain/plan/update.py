@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from ..core.base.errors import ConfigError
 from ..core.base.rehearsing import WithoutValues, with_values
 from ..core.comm.topology import Topology
 from ..core.hugging_face.transformers_private import pretrained_models, taking_sequences_for_whole
-from ..core.model.base_model import BaseModel, overrides
+from ..core.model.base_model import overrides
 from ..core.torch_compat.torch_private import tree_flatten
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
@@ -35,8 +35,7 @@ from ..runner.loops.step import Stepper
 from ..runner.parts import build_model
 from ..runner.transforms.apply import transform
 from ..strategies.base import Strategy
-from ..strategies.mesh.config import MeshConfig
-from ..strategies.mesh.pipeline.pipeline_parallel import stages_per_process
+from ..strategies.parts import pipeline_of, rehearsed
 from ..strategies.recomputation import repeated_blocks
 from ..verify.parity import without_workers
 from .checkpoint import Share, share_of
@@ -116,7 +115,7 @@ class Training:
     def run(self) -> RankPlan:
         """Set up and make the updates, and return what they needed."""
         self._on_phase("building the model")
-        self.strategy.setup_environment()
+        self.strategy.join()
         topology = self.strategy.topology
         window, model = self._window(), self._model()
         # Before batches are divided, after which what comes first may be anything.
@@ -185,7 +184,7 @@ class Training:
         )
 
     def _rehearsed(self, asked: Strategy) -> Strategy:
-        found = asked.for_rehearsal()
+        found = rehearsed(asked)
         if found is None:
             raise ConfigError(f"strategy.type: {type(asked).__name__} cannot be planned, {asked.needs.processes}")
         if found is not asked:
@@ -263,9 +262,8 @@ class Training:
         network = self._network(topology)
         self.facts.axes = {**network.axes, **network.overlays} or {"data": topology.world_size}
         self.facts.stages = [] if topology.model is None else dist.get_process_group_ranks(topology.model)
-        config: Any = self.strategy.config
-        if network.axes.get("pp", 1) > 1 and isinstance(config, MeshConfig):
-            self.facts.pipeline = PipelineOrder(config.pp_schedule, stages_per_process(config))
+        if network.axes.get("pp", 1) > 1 and (order := pipeline_of(self.strategy)) is not None:
+            self.facts.pipeline = PipelineOrder(*order)
         self.facts.whole_parameters = sum(parameter.numel() for parameter in model.parameters())
 
     def _recipe(self, topology: Topology, model: nn.Module) -> Recipe:
@@ -318,28 +316,13 @@ class Training:
 
 
 class _Building:
-    """What builds a model without values, as a strategy does in its ``init_context``."""
+    """What builds a model without values, as a strategy does in its ``building``."""
 
     def __init__(self, rehearsal: WithoutValues) -> None:
         self._rehearsal = rehearsal
 
-    def init_context(self) -> AbstractContextManager[Any]:
-        return self._rehearsal.building()
-
-    def construct(self, make: Callable[[], nn.Module], initialise: Callable[[nn.Module], None]) -> nn.Module:
-        with self.init_context():
-            model = make()
-        initialise(model)
-        return model
-
-    def init_weights(self, model: BaseModel) -> None:
-        model.init_weights()
-
-    def change_context(self, model: nn.Module, state: Tensor) -> AbstractContextManager[Any]:
-        return self._rehearsal.building()
-
-    def shape_of(self, tensor: Tensor) -> Sequence[int]:
-        return tensor.shape
+    def building(self, model: nn.Module | None = None, draws: Tensor | None = None) -> AbstractContextManager[Any]:
+        return nullcontext() if model is not None and draws is None else self._rehearsal.building()
 
 
 def values_for_json(value: Any) -> Any:

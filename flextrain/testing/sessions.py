@@ -76,13 +76,13 @@ def started(
     """The strategy, set up with a model whose seed differs for every part of the data; torn down at the end."""
     strategy = make_strategy(spec)
     try:
-        strategy.setup_environment()
+        strategy.join()
         torch.manual_seed(seed + SEED_STEP * strategy.topology.data.index)
         model, built = strategy.setup(model_class(), optim)
         assert built is not None
         yield Session(strategy, model, built)  # type: ignore[arg-type]
     finally:
-        strategy.teardown()
+        strategy.leave()
         dist.destroy_process_group()
 
 
@@ -104,7 +104,7 @@ def single_device(
         model, built = strategy.setup(model_class(), optim)
         assert built is not None
         yield Session(strategy, model, built)  # type: ignore[arg-type]
-        strategy.teardown()
+        strategy.leave()
 
 
 def run(session: Session, windows: Sequence[Sequence[Batch]], schedulers: Sequence[Steps] = ()) -> TrainedSession:
@@ -123,7 +123,7 @@ def whole_state(strategy: Strategy) -> dict[str, Any]:
     Of tensors that several processes hold, each process returns its own copy, so that a comparison on every process finds
     a copy that differs.
     """
-    state = strategy.state_dict()
+    state = strategy.state()
     local = {key: _whole(state[key]) for key in sorted(state)}
     # Most is on every process already, and objects travel slowly: only what some process lacks does.
     holders = [set(keys) for keys in dist.all_gather_object(list(local))]
@@ -149,14 +149,14 @@ def _whole(value: Any) -> Any:
 
 def save(session: Session, path: Path) -> None:
     """Write the session's state to a checkpoint directory; collective."""
-    save_checkpoint(path, {**session.strategy.state_dict(), "optim.wrapper": session.optim.plain_values()})
+    save_checkpoint(path, {**session.strategy.state(), "optim.wrapper": session.optim.plain_values()})
 
 
 def load(session: Session, path: Path) -> None:
     """Continue the session from a checkpoint directory; collective."""
     checkpoint = Checkpoint.open(path)
-    template = session.strategy.load_template(checkpoint.saved)
+    template = session.strategy.template(checkpoint.saved)
     checkpoint.load(template)
     values = dict(checkpoint.values)
     session.optim.load_plain_values(values.pop("optim.wrapper"))
-    session.strategy.load_state_dict({**values, **template})
+    session.strategy.load({**values, **template})

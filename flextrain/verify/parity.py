@@ -283,7 +283,7 @@ def _train(
     trace = ProcessTrace()
     observer = _Observer(job.steps, trace, reference, Path(job.folder), is_exact=way == "exact")
     try:
-        strategy.setup_environment()
+        strategy.join()
         runner = FlexibleRunner(**_arguments(job, given, strategy, observer, way))
         with contextlib.suppress(_EnoughError):
             runner.train()
@@ -292,7 +292,7 @@ def _train(
         if reference is None:
             trace.notes += _left_out(given)
     finally:
-        strategy.teardown()
+        strategy.leave()
         destroy_process_group()
     return trace
 

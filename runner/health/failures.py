@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 from ...core.base.errors import FlexTrainError
 from ...core.base.tried_versions import is_from_private_use, untried
 from ...core.torch_compat.torch_private import is_compile_error
+from ...strategies.parts import explain
 from ..data.collate import PADDING
 from .origin import Origin, causes, find_origin
 
@@ -534,7 +535,7 @@ def _reason_of(run: Run, error: BaseException) -> Reason:
     if samples := next(filter(None, (origin.samples(), *(note for note in notes if "of the dataset" in note))), ""):
         said = f"{said} ({samples})"
     failure = Failure(run, error, origin, kind, " ".join((text, samples)).strip())
-    advice = _COMPILING if is_compile_error(error) else run.strategy.explain(error) or advice_on(failure)
+    advice = _COMPILING if is_compile_error(error) else explain(run.strategy, error) or advice_on(failure)
     return Reason(where, said, advice or "", tuple(map(int, re.findall(r"\d+", samples))))
 
 

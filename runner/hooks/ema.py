@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from ...core.base.errors import CheckpointError, ConfigError, StrategyError, suggest
 from ...core.base.registry import HOOKS
 from ...core.torch_compat.torch_private import foreach_copy_, foreach_lerp_
+from ...strategies.parts import computed_with, elsewhere, left_out, take_written
 from .hook import Hook
 
 if TYPE_CHECKING:
@@ -403,7 +404,7 @@ class TeacherHook(Hook):
             StrategyError: the strategy lays the two parts out differently.
         """
         names = self._names(runner)
-        tensors = runner.strategy.computed_with()
+        tensors = computed_with(runner.strategy)
         self._weights = [
             self._pair(name, tensors[name], tensors.get(self.student + name.removeprefix(self.teacher)))
             for name in names
@@ -492,7 +493,7 @@ class TeacherHook(Hook):
         self._wrote(runner)
 
     def _wrote(self, runner: Run) -> None:
-        runner.strategy.take_written(self._written)
+        take_written(runner.strategy, self._written)
 
     @torch.no_grad()
     def _update_saved(self, runner: Run) -> None:
@@ -508,8 +509,8 @@ class TeacherHook(Hook):
     def _names(self, runner: Run) -> list[str]:
         """Return the names of the teacher's parameters on all processes, once they are known to be the student's."""
         strategy = runner.strategy
-        own = dict(strategy.named_parameters())
-        every = own.keys() | strategy.elsewhere()
+        own = dict(strategy.parameters())
+        every = own.keys() | elsewhere(strategy)
         parts = {}
         for key, part in (("student", self.student), ("teacher", self.teacher)):
             parts[key] = {name.removeprefix(part) for name in every if name.startswith(f"{part}.")}
@@ -532,7 +533,7 @@ class TeacherHook(Hook):
                 raise ConfigError(
                     f"TeacherHook.teacher: {name} is trained by the optimizer, freeze it: {self.teacher}.requires_grad_(False)"
                 )
-        if any(name in strategy.left_out() for name in names):
+        if any(name in left_out(strategy) for name in names):
             raise ConfigError(
                 "strategy.exclude_frozen_parameters: leaves the teacher out of checkpoints, but it changes in training, "
                 "see TeacherHook; give False"

@@ -95,7 +95,7 @@ def planned_memory(given: str | Path | Mapping[str, Any], strategy: Strategy) ->
         ConfigError: it is no plan, or one of another script, number of processes or strategy.
     """
     plan = _read(given)
-    size = strategy.world_size
+    size = strategy.topology.world_size
     if plan.world_size != size:
         raise ConfigError(f"{_WHERE}: is for a world size of {plan.world_size:,} and this run has {size:,}; plan again")
     script = _script()

@@ -9,6 +9,7 @@ from ...core.base.errors import ConfigError
 from ...core.base.registry import HOOKS, MODELS
 from ...core.device.device import empty_cache
 from ...core.model.base_model import BaseTTAModel
+from ...strategies.parts import average_buffers, check_replicas, keep_own_buffers
 from ..data.samplers import tell_loader_epoch
 from .hook import Hook
 
@@ -74,17 +75,17 @@ class SyncBuffersHook(Hook):
 
     def before_train(self, runner: Run) -> None:
         """Let the buffers of processes differ until they are averaged."""
-        runner.strategy.keep_own_buffers()
+        keep_own_buffers(runner.strategy)
 
     def after_train_epoch(self, runner: Run) -> None:
         """Average the buffers; the validation that follows need not do it again."""
-        runner.strategy.average_buffers()
+        average_buffers(runner.strategy)
         self._is_fresh = True
 
     def before_val_epoch(self, runner: Run) -> None:
         """Average the buffers, unless this was done since the last validation."""
         if not self._is_fresh:
-            runner.strategy.average_buffers()
+            average_buffers(runner.strategy)
         self._is_fresh = False
 
 
@@ -113,7 +114,7 @@ class CheckReplicasHook(Hook):
     """Compares weights and optimizer state with the replicas on other processes, between saves, which compare them too.
 
     A difference, such as a flipped bit in the memory of one device, is a DivergenceError on every process. It names the
-    tensor and the ranks. See ``Strategy.check_replicas`` for what is compared. Every check waits for the device.
+    tensor and the ranks. See ``check_replicas`` of strategies/parts for what is compared. Every check waits for the device.
 
     Args:
         interval: updates between two checks.
@@ -136,7 +137,7 @@ class CheckReplicasHook(Hook):
     ) -> None:
         """Compare after every ``interval`` updates."""
         if (runner.iter + 1) % self.interval == 0:
-            runner.strategy.check_replicas()
+            check_replicas(runner.strategy)
 
 
 # PrepareTTAHook: tests a trained model with several augmentations of every sample.

@@ -11,6 +11,7 @@ from ...core.base.errors import ConfigError
 from ...core.base.overriding import overridden
 from ...core.comm.collectives import all_gather_object
 from ...core.comm.topology import gathering
+from ...strategies.parts import share_buffers
 from ..data.checks import check_same_begin
 from ..data.lockstep import until_all_end
 from ..data.readers import Feed, Reader
@@ -120,7 +121,7 @@ class BaseLoop:
 
     def batches(self) -> Iterator[Any]:
         """Yield the batches that are due, which a loop with methods of its own gets from ``self.dataloader``."""
-        self._runner.strategy.share_buffers()  # after the hooks before an evaluation, which may average them
+        share_buffers(self._runner.strategy)  # after the hooks before an evaluation, which may average them
         return self._own_batches()
 
     def _own_batches(self) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from ...core.comm.agreement import gather_differing
 from ...core.comm.topology import gathering_refused
 from ...core.model.base_model import class_name, overrides
 from ...strategies.base import Strategy
+from ...strategies.parts import full_weights
 from ...strategies.parts.whole_weights import buffers_kept
 from ..data.samplers import ShardedSampler
 from ..data.user_loaders import goes_its_own_way, is_divided, length_of, name_of, sampler_of
@@ -64,7 +65,7 @@ class WholeEvaluation:
         mode: "val" or "test".
         predicts: whether predictions are made with whole weights, by the processes that report; None: if the model calls
             a method ``generate``.
-        memory_limit: see ``Strategy.full_weights``.
+        memory_limit: see ``WholeModel.open``.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class WholeEvaluation:
             yield
             return
         ranks = [rank for rank, reports in enumerate(gather_differing(strategy.topology.reports)) if reports]
-        with strategy.full_weights(ranks=ranks, memory_limit=self._limit) as model:
+        with full_weights(strategy, ranks=ranks, memory_limit=self._limit) as model:
             self._tell(using, predicts)
             if model is not None:
                 model.eval()
@@ -196,7 +197,7 @@ class EvalLoop(BaseLoop):
         evaluator: metrics, or their configuration.
         fp16: run forward under float16 autocast, whatever the precision of training.
         full_weights: True: predict with whole weights, on the processes that report, as one device does; None: if the model's
-            own code calls a method ``generate``; see ``Strategy.full_weights``.
+            own code calls a method ``generate``; see ``WholeModel.open``.
         memory_limit: most bytes of whole weights on a process, as a number or "2GiB", also for metrics that use the model;
             None: no limit.
     """

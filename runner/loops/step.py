@@ -34,6 +34,7 @@ from ...optim.gradients import giving_nothing
 from ...optim.wrapper import OptimWrapper, StepInfo
 from ...optim.wrapper_dict import OptimWrapperDict
 from ...strategies.base import NOTHING, Strategy
+from ...strategies.parts import check_window
 from ..data.readers import Counted
 from .losses import Weighing, kept, losses_left_out, losses_of, mean_of, of_filler, weighted_mean
 
@@ -165,7 +166,7 @@ class Stepper:
         self.micro_batch = 0
         """Index in its window of the micro-batch under way, if windows have several; the watchdog's thread reads it."""
         self._run_window, self._evaluate = strategy.run_window, strategy.evaluate
-        self._check_unchanged = strategy.check_unchanged
+        self._check_unchanged = strategy.noted.check_unchanged
         self._has_own_window = _has_own(strategy, "run_window")
         self._split = strategy.split if _has_own(strategy, "split") else None
         self._has_looked = False  # True once the losses of a result were looked at
@@ -252,7 +253,7 @@ class Stepper:
 
     def check(self, window: list[Any], counted: Counted | None = None) -> None:
         """Let the strategy refuse what it would train wrongly, before anything of the first update happens; see ``train``."""
-        if not _has_own(self.strategy, "check_window"):
+        if check_window.dispatch(type(self.strategy)) is check_window.dispatch(object):
             return
         self.counted = counted
         window = [
@@ -262,7 +263,7 @@ class Stepper:
             window = [self._split(batch) for batch in window]
         if (shares := self._shares_of(window)) is not None:
             self.shares = shares
-            self.strategy.check_window(window, self)
+            check_window(self.strategy, window, self)
 
     def _shares_of(self, window: list[Any]) -> Sequence[float | None] | None:
         """Return the loss factor of each micro-batch, None for 1; None if no item of the window counts in the loss."""

@@ -15,6 +15,7 @@ from ...core.base.errors import ConfigError, counted
 from ...core.base.registry import LOOPS
 from ...core.comm.agreement import raising_together
 from ...core.random.generators import load_rng_state, rng_state
+from ...strategies.parts import meet
 from ..data.dataloaders import TrainData
 from .base import BaseLoop, EvaluationCut
 from .losses import UnequalMeans
@@ -152,7 +153,7 @@ class TrainLoop(BaseLoop):
             if dry_run is None:
                 self._runner.logger.info(f"Dry pass: left out, {type(loop).__name__} is not derived from EvalLoop")
                 return
-            self._runner.strategy.meet("the dry pass")
+            meet(self._runner.strategy, "the dry pass")
             dry_run(batches)
 
     def validate(self, done: int) -> None:
@@ -167,7 +168,7 @@ class TrainLoop(BaseLoop):
             return
         self._decide_current_val_interval(done)
         if done % self.val_interval == 0 or done == (self.max_epochs if self.by_epoch else self.max_iters):
-            runner.strategy.meet("validation")
+            meet(runner.strategy, "validation")
             was_training = runner.model.training
             self._evaluate(loop)
             if runner.model.training != was_training:  # a loop of the user's may leave it so

@@ -18,7 +18,7 @@ import torch
 from ...core.base.errors import counted
 from ...core.base.tried_versions import untried
 from ...core.version import __version__
-from ...strategies.parts.footprint import StateMemory
+from ...strategies.parts import StateMemory, state_memory
 from ..data.user_loaders import batch_size
 from .console import Table
 from .model_outline import ModelOutline
@@ -93,7 +93,7 @@ def opening(run: Run, model: ModelOutline) -> Opening:
     """Return what a training is that is about to begin; every process could, and none waits for another."""
     for newer in untried():
         logging.getLogger("flextrain").warning(f"{newer}; what has changed in its private parts may end in an error")
-    memory, batch = run.strategy.state_memory(), _batch(run)
+    memory, batch = state_memory(run.strategy), _batch(run)
     facts = {
         "precision": str(run.strategy.precision_report()),
         "strategy": _strategy(run),

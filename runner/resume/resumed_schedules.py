@@ -343,7 +343,7 @@ def check_optimizer(runner: Run, values: Mapping[str, Any]) -> None:
 
 def frozen(runner: Run) -> list[str]:
     """Return the names of this process's frozen parameters, of which a checkpoint has no settings."""
-    return sorted(name for name, parameter in runner.strategy.named_parameters() if not parameter.requires_grad)
+    return sorted(name for name, parameter in runner.strategy.parameters() if not parameter.requires_grad)
 
 
 def _check_settings(then: Mapping[str, Any], now: Mapping[str, Any], frozen_then: Collection[str]) -> None:
@@ -360,7 +360,7 @@ def _check_settings(then: Mapping[str, Any], now: Mapping[str, Any], frozen_then
 
 
 def _hyper_parameters(runner: Run) -> dict[str, Any]:
-    return {key: value for key, value in runner.strategy.state_dict().items() if key.startswith(GROUP)}
+    return {key: value for key, value in runner.strategy.state().items() if key.startswith(GROUP)}
 
 
 def _optimized(key: str) -> str:

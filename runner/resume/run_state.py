@@ -36,6 +36,15 @@ from ...core.random.generators import rng_state
 from ...core.torch_compat.torch_private import storage_key
 from ...core.version import __version__
 from ...optim.canonical import FROZEN
+from ...strategies.parts import (
+    aliases,
+    check_replicas,
+    elsewhere,
+    fingerprints_of_left_out,
+    left_out,
+    saves,
+    state_left_out,
+)
 from ..options import Resume
 from .data_position import begin_epoch_anew, check_counts, continue_epoch, data_facts, load_loader, load_random
 from .resumed_schedules import (
@@ -246,13 +255,13 @@ def save(
     With ``is_export`` frozen parameters are never left out, and the states of hooks always.
     """
     strategy, topology = runner.strategy, runner.strategy.topology
-    state: dict[str, Any] = strategy.state_dict()
+    state: dict[str, Any] = strategy.state()
     if not save_optimizer:
         state = {key: value for key, value in state.items() if not key.startswith("optim.")}
     elif runner.optim_wrapper is not None:
         state["optim.wrapper"] = runner.optim_wrapper.plain_values()
     if is_export:
-        state |= strategy.state_left_out()
+        state |= state_left_out(strategy)
     if save_param_scheduler:
         state.update(scheduler_states(runner))
     trains = runner.optim_wrapper is not None
@@ -262,7 +271,7 @@ def save(
     state["processes"] = topology.data.count  # those with their own data shard, and so their own RNG state
     modules, late_buffers = module_state(runner)
     state.update(modules)
-    state["aliases"] = strategy.aliases()  # exports write a tied tensor under each of its names
+    state["aliases"] = aliases(strategy)  # exports write a tied tensor under each of its names
     if found := adapter_configurations(strategy.module):
         state[ADAPTERS] = found
     state["message_hub"] = runner.message_hub.state_dict()
@@ -282,16 +291,16 @@ def save(
     runner.call_hook("before_save_checkpoint", checkpoint=view.checkpoint)
     state.update(_flatten(view.apply(), "extra"))
     # The averages of a buffer are saved by the process that saves the buffer.
-    others = {name for name, _ in strategy.module.named_buffers() if not strategy.saves(name)}
+    others = {name for name, _ in strategy.module.named_buffers() if not saves(strategy, name)}
     state = {key: value for key, value in state.items() if averaged_name(key) not in others}
     own: dict[str, Any] = {"rng": rng_state(strategy.device)}
     if trains:
         own["loader"] = runner.train_loop.data.loader_state()
     Participants(f"{path}: could not be saved").meet(path.name, float(strategy.config.timeout_s))
-    if not is_export and (prints := strategy.fingerprints_of_left_out()):
+    if not is_export and (prints := fingerprints_of_left_out(strategy)):
         state[LEFT_OUT] = prints
     staging = staging or Staging()
-    staging.compared = {key for key, tensor in strategy.check_replicas().items() if _is_same(state.get(key), tensor)}
+    staging.compared = {key for key, tensor in check_replicas(strategy).items() if _is_same(state.get(key), tensor)}
     options: dict[str, Any] = dict(
         per_rank={"own_losses": runner.message_hub.own_losses()} if topology.reports else None,
         in_own_file=own if topology.reports else None,
@@ -357,10 +366,10 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
         saved = {k: v for k, v in checkpoint.saved.items() if options.optimizer or not k.startswith("optim.")}
         prepare(runner, checkpoint)
         with piece(path, "optim", "optimizer"):
-            template = strategy.load_template(saved)
-    absent = {f"model.{name}" for name in strategy.left_out()} - checkpoint.entries.keys()
+            template = strategy.template(saved)
+    absent = {f"model.{name}" for name in left_out(strategy)} - checkpoint.entries.keys()
     live = {key: tensor for key, tensor in _live_model(runner).items() if key not in absent}
-    _, _, report = match_weights(checkpoint, live, strategy.aliases())
+    _, _, report = match_weights(checkpoint, live, aliases(strategy))
     if report := report.of_all():
         raise CheckpointError(f"{path}: does not fit the model: {report}")
     check_adapters(runner, checkpoint, path)
@@ -383,7 +392,7 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
             plain_values = {
                 key: value for key, value in values.items() if options.optimizer and key.startswith("optim.")
             }
-            strategy.load_state_dict({**plain_values, **template})
+            strategy.load({**plain_values, **template})
             if options.optimizer and runner.optim_wrapper is not None:
                 check_optimizer(runner, values)
                 runner.optim_wrapper.load_plain_values(values["optim.wrapper"])
@@ -427,11 +436,11 @@ def _hook_tensors(runner: Run, checkpoint: Checkpoint) -> dict[str, Tensor]:
         check_hooks(runner, checkpoint.values["hooks"], checkpoint.saved, states)
         saved = [key for name in states for key in checkpoint.values["hooks"].get(name, ())]
     own = {key: value for state in states.values() for key, value in state.items() if isinstance(value, Tensor)}
-    elsewhere = runner.strategy.elsewhere()
+    others = elsewhere(runner.strategy)
     new = {
         key: torch.empty(info.shape, dtype=info.dtype)
         for key, info in checkpoint.tensors.items()
-        if key.startswith(_EXTRA) or (key in saved and key not in own and averaged_name(key) not in elsewhere)
+        if key.startswith(_EXTRA) or (key in saved and key not in own and averaged_name(key) not in others)
     }
     return {**{key: value for key, value in own.items() if key in checkpoint.entries}, **new}
 
@@ -459,21 +468,21 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
             f"{path}: is read by names and shapes, the model's own code for older files is not called: {', '.join(methods)}"
         )
     if opened.origin:
-        names = [*runner.strategy.model_state(), *runner.strategy.aliases()]
+        names = [*runner.strategy.model_state(), *aliases(runner.strategy)]
         opened, line = without_prefix(opened, names, revise_keys)
         if line:
             runner.logger.info(line)
     prepare(runner, opened)
     opened, extra = extra_template(runner, opened, revise_keys)
-    live, aliases = _live_model(runner), runner.strategy.aliases()
-    source, fits, report = match_weights(opened, live, aliases, revise_keys, across_adapters=True)
+    live = _live_model(runner)
+    source, fits, report = match_weights(opened, live, aliases(runner.strategy), revise_keys, across_adapters=True)
     report = report.of_all()
     if report and (strict or not any(gather_differing(bool(fits)))):
         raise CheckpointError(f"{path}: does not fit the model: {report}")
     check_adapters(runner, opened, path)
     source.load(fits)
     opened.load(extra)
-    runner.strategy.load_state_dict(fits)
+    runner.strategy.load(fits)
     finish(runner, opened.values, extra)
     if report:
         runner.logger.warning(f"{path}: does not fit the model everywhere: {report}")

@@ -234,7 +234,7 @@ def check_can_be_saved(run: Run) -> None:
         CheckpointError: on every process, if a value cannot be saved on one of them, or there is too little space.
     """
     with raising_together():
-        state: dict[str, Any] = dict(run.strategy.state_dict())
+        state: dict[str, Any] = dict(run.strategy.state())
         for name, hook in named_hooks(run):
             state.update(_state_of(run, name, hook))
         state.update(scheduler_states(run))

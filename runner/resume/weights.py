@@ -36,6 +36,7 @@ from ...core.model.module_state import (
 )
 from ...optim.canonical import STATE
 from ...strategies.names import tied
+from ...strategies.parts import aliases, appeared, fingerprints_of_left_out, keepers_elsewhere, note_initialised, saves
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -77,7 +78,7 @@ def check_left_out(runner: Run, checkpoint: Checkpoint, *, refuses: bool = True)
     saved = checkpoint.values.get(LEFT_OUT)
     if not isinstance(saved, dict):  # the checkpoint has all parameters, or an older version has saved it
         return
-    own = runner.strategy.fingerprints_of_left_out()
+    own = fingerprints_of_left_out(runner.strategy)
     here = {name: value for name, value in own.items() if name in saved and f"model.{name}" not in checkpoint.entries}
     other_dtype = [name for name, value in here.items() if value.split()[0] != str(saved[name]).split()[0]]
     different = [name for name, value in here.items() if value != saved[name] and name not in other_dtype]
@@ -115,7 +116,7 @@ def averaged_name(key: str) -> str:
 def trained_names(runner: Run) -> set[str]:
     """Return the names of tensors that training changes: parameters that are not frozen, and running statistics."""
     module = runner.strategy.module
-    names = {name for name, parameter in runner.strategy.named_parameters() if parameter.requires_grad}
+    names = {name for name, parameter in runner.strategy.parameters() if parameter.requires_grad}
     return names | running_statistics(module).keys()
 
 
@@ -215,7 +216,7 @@ def read_pretrained(run: Run, part: ToRead) -> None:
     copied = {copy: found for copy, name in part.copies.items() if (found := part.stored(name, entries)) is not None}
     entries |= {MODEL + copy: entries[MODEL + of] for copy, of in copied.items()}
     template = {key: tensor for key, tensor in live.items() if key.removeprefix(MODEL) in own}
-    matched, fits, report = match_weights(opened.renamed(entries), template, strategy.aliases())
+    matched, fits, report = match_weights(opened.renamed(entries), template, aliases(strategy))
     report = report.of_all()
     if report.misshaped and not source.replaces_misshaped:
         name, (there, wanted) = next(iter(report.misshaped.items()))
@@ -236,8 +237,8 @@ def read_pretrained(run: Run, part: ToRead) -> None:
             if key in template:
                 _fill(key, template[key], whole)
                 fits[key] = template[key]
-    strategy.load_state_dict(fits)
-    strategy.note_initialised(name for name, _ in strategy.named_parameters() if name in own)
+    strategy.load(fits)
+    note_initialised(strategy, (name for name, _ in strategy.parameters() if name in own))
     in_files = {info.dtype for info in opened.tensors.values() if info.dtype.is_floating_point}
     _tell(run, part, report.missing, report.unexpected, in_files)
     if replaced := [name for name in report.misshaped if name in part.parameters]:
@@ -285,14 +286,14 @@ def module_state(runner: Run) -> tuple[dict[str, Any], list[str]]:
     strategy = runner.strategy
     # Every process calls this, because ``get_extra_state`` of a module may run a collective.
     state = extra_state(strategy.module)
-    parameters, buffers = strategy.appeared()
+    parameters, buffers = appeared(strategy)
     if parameters != runner.late_parameters:
         runner.late_parameters = parameters
         runner.logger.warning(
             f"The model has registered parameters after the run was set up: {', '.join(parameters)}; no optimizer "
             "trains them, and a resumed run does not have them; create them in the constructor"
         )
-    saved = {name for name, _ in keepers(strategy.module) if strategy.saves(name)}
+    saved = {name for name, _ in keepers(strategy.module) if saves(strategy, name)}
     own = {k: v for k, v in state.items() if not isinstance(v, Tensor) or keeper_of(k) in saved}
     return own, buffers
 
@@ -314,7 +315,7 @@ def extra_template(
 ) -> tuple[Checkpoint, dict[str, Tensor]]:
     """Return the checkpoint with its extra state under the model's module names, and tensors to load that into."""
     module = runner.strategy.module
-    other_names, wanted = runner.strategy.aliases(), {torch_key(name): name for name, _ in keepers(module)}
+    other_names, wanted = aliases(runner.strategy), {torch_key(name): name for name, _ in keepers(module)}
     found: dict[str, str] = {}
     for key in checkpoint.values:
         if key.startswith(EXTRA):
@@ -324,7 +325,7 @@ def extra_template(
             found[other_names.get(name, name)] = key
     for name in wanted.keys() - found.keys():
         runner.logger.warning(f"{checkpoint.path}: has no {name}, the model keeps its current extra state")
-    elsewhere = {torch_key(name) for name in runner.strategy.keepers_elsewhere()}
+    elsewhere = {torch_key(name) for name in keepers_elsewhere(runner.strategy)}
     for name in found.keys() - wanted.keys() - elsewhere:
         runner.logger.warning(f"{checkpoint.path}: {name} is left out, the model has no such extra state")
     renamed = {found[name]: EXTRA + wanted[name] for name in found.keys() & wanted.keys()}

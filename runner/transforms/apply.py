@@ -8,9 +8,8 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from ...core.base.tensors import QUANTISERS
 from ...core.hugging_face.pretrained import pretrained_in
 from ...core.model.base_model import BaseTTAModel
 from ...core.model.deferred import LooksAtValues
+from ...strategies.building import Builds, shape_of
 
 # Build the transforms of a run from its argument ``transforms``, before there is a model.
 
@@ -265,18 +265,8 @@ def _kind_of_subclass(parameter: Tensor, dtype: str) -> str:
     return dtype if type(data) is torch.Tensor else f"{type(data).__name__}"
 
 
-class Changes(Protocol):
-    """What a strategy says about a model that is not set up yet."""
-
-    def change_context(self, model: nn.Module, state: Tensor) -> AbstractContextManager[Any]:
-        """See Strategy."""
-
-    def shape_of(self, tensor: Tensor) -> Sequence[int]:
-        """See Strategy."""
-
-
 def transform(
-    model: nn.Module, transforms: Sequence[Transform], strategy: Changes, seed: int, load_from: Any = None
+    model: nn.Module, transforms: Sequence[Transform], strategy: Builds, seed: int, load_from: Any = None
 ) -> tuple[nn.Module, tuple[tuple[str, str], ...]]:
     """Apply transforms in their order.
 
@@ -296,16 +286,16 @@ def transform(
     if isinstance(model, BaseTTAModel):
         model.module, said = transform(model.module, transforms, strategy, seed, load_from)
         return model, said
-    lines = []
+    lines, shape = [], functools.partial(shape_of, strategy)
     for index, each in enumerate(transforms):
         _check_values(each, model, strategy, load_from)
-        before = ModelState.of(model, strategy.shape_of)
+        before = ModelState.of(model, shape)
         is_whole = _has_values(model, strategy)
-        with strategy.change_context(model, _generator_state(seed, index)):
+        with strategy.building(model, _generator_state(seed, index)):
             changed = _call(each, model, is_whole)
         _check_read_later(each, model, changed)
         model = changed
-        lines.append((each.name, differences(before, ModelState.of(model, strategy.shape_of))))
+        lines.append((each.name, differences(before, ModelState.of(model, shape))))
     return model, tuple(lines)
 
 
@@ -332,7 +322,7 @@ def _call(each: Transform, model: nn.Module, is_whole: bool) -> nn.Module:
     return changed
 
 
-def _check_values(each: Transform, model: nn.Module, strategy: Changes, load_from: Any) -> None:
+def _check_values(each: Transform, model: nn.Module, strategy: Builds, load_from: Any) -> None:
     if not each.needs_values:
         return
     if not _has_values(model, strategy):
@@ -364,10 +354,10 @@ def _check_read_later(each: Transform, model: nn.Module, changed: nn.Module) -> 
             )
 
 
-def _has_values(model: nn.Module, strategy: Changes) -> bool:
+def _has_values(model: nn.Module, strategy: Builds) -> bool:
     """Whether this process has every parameter whole."""
     return all(
-        not parameter.is_meta and tuple(strategy.shape_of(parameter)) == tuple(parameter.shape)
+        not parameter.is_meta and tuple(shape_of(strategy, parameter)) == tuple(parameter.shape)
         for parameter in model.parameters()
         if not isinstance(parameter, nn.UninitializedParameter)
     )

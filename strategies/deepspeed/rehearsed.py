@@ -24,8 +24,7 @@ from ...core.device.precision import DTYPES, Precision
 from ...core.torch_compat.torch_private import tree_flatten
 from ...optim.canonical import GROUP, STATE
 from ...optim.wrapper import ClipGrad, OptimWrapper
-from ..base import NOTHING, Strategy
-from ..state import Optim
+from ..base import NOTHING, Optim, Strategy
 from .config import DeepSpeedConfig, ZeroOptimization
 from .engine_config import Request, check_wrapper, resolve
 from .half_precision import cast_inputs_and_outputs, check_supported, keep_running_statistics
@@ -587,7 +586,7 @@ class RehearsedZero(Strategy):
 
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """See Strategy."""
-        self.setup_environment()
+        self.join()
         asked = check_wrapper(optim)
         asked.attach(self.device, self.autocast)
         # float16 has the sizes that it has on an accelerator, where it is possible.
@@ -600,7 +599,9 @@ class RehearsedZero(Strategy):
         kind = ZeroPartitions if zero.stage == 3 else WholeParameters
         sent = self.config.communication_data_type
         dtype = self._request.dtype
-        wrapper._zero = self._zero = kind(zero, dtype, DTYPES[sent] if sent else dtype, self.rank, self.world_size)
+        wrapper._zero = self._zero = kind(
+            zero, dtype, DTYPES[sent] if sent else dtype, self.topology.rank, self.topology.world_size
+        )
         return super().setup(model, wrapper)
 
     def _wrap(self, model: nn.Module) -> nn.Module:
@@ -621,20 +622,20 @@ class RehearsedZero(Strategy):
 
     def model_state(self) -> dict[str, Tensor]:
         """See Strategy; float32 masters, of which every rank has an even share but at stage 0."""
-        return {name: self._offered_as(parameter) for name, parameter in self.named_parameters()} | self._buffers()
+        return {name: self._offered_as(parameter) for name, parameter in self.parameters()} | self.buffers()
 
     def _offered_as(self, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         shape = tuple(getattr(like, "whole_shape", like.shape))
         if self.config.zero_optimization.stage == 0:
             return torch.empty(shape, dtype=dtype, device="meta")
-        begin, end = share(math.prod(shape), self.world_size, self.rank)
+        begin, end = share(math.prod(shape), self.topology.world_size, self.topology.rank)
         return FlatShard(torch.empty(end - begin, dtype=dtype, device="meta"), shape, begin)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """See Strategy."""
         assert self._zero is not None
         state: dict[str, Any] = dict(self._offered())
-        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        names = {id(parameter): name for name, parameter in self.parameters()}
         for wrapper in self.optim.wrappers.values() if self.optim is not None else ():
             for master, group, parameters in self._zero.updated(wrapper.optimizer):
                 settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,19 +19,28 @@ from ...core.base.registry import STRATEGIES
 from ...core.comm.agreement import raising_together
 from ...core.comm.collectives import share_weights
 from ...core.device.precision import DTYPES, PrecisionReport, dtypes, require
-from ...core.model.base_model import BaseModel, calls_itself
+from ...core.model.base_model import calls_itself
 from ...core.model.deferred import LooksAtValues, constructed
 from ...core.torch_compat.torch_private import hooks_after_accumulating
 from ...optim.canonical import split_key
 from .. import gradient_hooks
 from ..as_at_setup import Arranged
-from ..base import NOTHING, Strategy, kept_gradients
+from ..base import NOTHING, Optim, Strategy, kept_gradients, left_out
 from ..gathering_order import GatheringOrder, message_group
 from ..gradient_hooks import Hooked, HooksAfterBackward, HooksInOrder
-from ..parts.footprint import StateMemory
+from ..parts import (
+    StateMemory,
+    computed_with,
+    computes_alone,
+    construct,
+    prepare_whole,
+    rehearsed,
+    shape_of,
+    state_memory,
+    take_written,
+)
 from ..recomputation import compile_in_place
 from ..sharding import check_apart, check_dense, check_real, make_contiguous
-from ..state import Optim
 from . import engine_internals, swapping
 from .compiling import announced, init_distributed
 from .compiling import deepspeed as _deepspeed
@@ -51,38 +59,6 @@ from .rehearsed import RehearsedZero
 from .split_init import drop_values, restore_linear, split_at_once, split_whole
 from .swap_files import SwapFiles
 from .wrapper import DeepSpeedOptimWrapper, UsedAlike, UsedByNobody
-
-# WrittenWeights: frozen parameters of an engine that something else writes to, such as a teacher's.
-
-
-class WrittenWeights(Strategy):
-    """The part of DeepSpeedStrategy that gives the weights that the engine computes with, and takes them up again."""
-
-    _by_name: Mapping[str, nn.Parameter] = MappingProxyType({})
-
-    def computed_with(self) -> dict[str, Tensor]:
-        """See Strategy; in the dtype of the engine, at stage 3 as FlatShards.
-
-        Raises:
-            StrategyError: shards are in files.
-        """
-        found: dict[str, Tensor] = {}
-        for name, parameter in self.module.named_parameters():
-            if swapping.is_in_file(parameter):
-                raise StrategyError(
-                    f"strategy.zero_optimization.offload_param: {name} is in a file, to which only the engine writes; give "
-                    'device="cpu", or leave it out'
-                )
-            is_split = engine_internals.is_partitioned(parameter)
-            found[name] = engine_internals.own_shard(parameter) if is_split else parameter.detach()
-        return found
-
-    def take_written(self, names: Collection[str]) -> None:
-        """See Strategy."""
-        if any(name not in self._by_name for name in names):  # at the first call; later ones come at every update
-            self._by_name = dict(self.module.named_parameters())
-        engine_internals.gather_small(self._by_name[name] for name in names)
-
 
 logger = logging.getLogger("flextrain")
 
@@ -104,7 +80,7 @@ class _LayerOrder(GatheringOrder):
 
 
 @STRATEGIES.register_module()
-class DeepSpeedStrategy(WrittenWeights, Strategy):
+class DeepSpeedStrategy(Strategy):
     """DeepSpeed's engine: ZeRO stages 0 to 3, in float32, bfloat16 or float16, with float32 masters and moments.
 
     Precision, accumulation and clipping come from OptimWrapper or AmpOptimWrapper, or from MMEngine's keys in these options;
@@ -150,13 +126,14 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
         self._files = SwapFiles(self.config)
         self._tells_looks = self._has_memory = False  # while a model is constructed: without memory, and with it
         self._generators: dict[torch.Generator, Tensor] = {}
+        self._by_name: Mapping[str, nn.Parameter] = {}
 
     # Setup and teardown
 
-    def setup_environment(self) -> None:
+    def join(self) -> None:
         """See Strategy; a single process creates a process group too, because DeepSpeed needs one."""
         was_set_up = self._spec is not None
-        super().setup_environment()
+        super().join()
         spec = self._spec
         if was_set_up or spec is None:
             return
@@ -185,45 +162,17 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
             )
         check_accelerator(_deepspeed(), self.device)
 
-    def init_context(self) -> AbstractContextManager[Any]:
-        """See Strategy; stage 3 shards the parameters of each layer as soon as it is built, with rank 0's values."""
+    def building(self, model: nn.Module | None = None, draws: Tensor | None = None) -> AbstractContextManager[Any]:
+        """See Strategy; stage 3 shards the parameters of each layer as soon as it is built, with rank 0's values.
+
+        While a model is initialised, its sharded parameters are gathered.
+        """
+        if model is not None:
+            return self._gathered(model) if draws is None else super().building(model, draws)
         if self.config.zero_optimization.stage != 3 or not self.config.zero_init or self._has_memory:
             return NOTHING
-        self.setup_environment()
+        self.join()
         return self._init_split()
-
-    def construct(
-        self, make: Callable[[], nn.Module], initialise: Callable[[nn.Module], None] | None = None
-    ) -> nn.Module:
-        """See Strategy; a model that looks at values of sharded parameters is built with memory, and sharded then."""
-        build = partial(super().construct, make, initialise)
-        if self.init_context() is NOTHING or self._files.largest_while_built is not None:
-            return build()
-
-        def without() -> nn.Module:
-            self._tells_looks = True
-            try:
-                return build()
-            finally:
-                self._tells_looks = False
-
-        def whole() -> nn.Module:
-            for generator, state in self._generators.items():
-                generator.set_state(state)
-            self._has_memory = True
-            try:
-                model = build()
-            finally:
-                self._has_memory = False
-            check_apart(model, "DeepSpeedStrategy")
-            if self.rank:
-                drop_values(model)
-            return model
-
-        model, is_whole = constructed(without, whole, self.device, self.launch.local_rank)
-        if is_whole:
-            split_whole(_deepspeed(), self._keys_of_init(), model)
-        return model
 
     @contextlib.contextmanager
     def _init_split(self) -> Iterator[None]:
@@ -232,7 +181,7 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
         try:
             with (
                 swapping.param_files_in(torch.float32),
-                split_at_once(_deepspeed(), keys, self.world_size, largest, self._generators),
+                split_at_once(_deepspeed(), keys, self.topology.world_size, largest, self._generators),
             ):
                 yield
         except LooksAtValues as found:
@@ -246,16 +195,14 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
     def _keys_of_init(self) -> dict[str, Any]:
         return self._engine_config(Request(torch.float32, 0.0, 1, {}), stage=3, num_elements=10**12)
 
-    def init_weights(self, model: BaseModel) -> None:
-        """See Strategy; sharded parameters are gathered during the call."""
+    def _gathered(self, model: nn.Module) -> AbstractContextManager[Any]:
         split = [parameter for parameter in model.parameters() if engine_internals.is_partitioned(parameter)]
         if any(map(swapping.is_in_file, split)):
             raise StrategyError(
                 f"model: {type(model).__name__}.init_weights() needs the whole model, which strategy.zero_optimization."
                 "offload_param keeps in files; initialise each layer in its constructor, or give strategy.zero_init=False"
             )
-        with _deepspeed().zero.GatheredParameters(split, modifier_rank=0) if split else NOTHING:
-            model.init_weights()
+        return _deepspeed().zero.GatheredParameters(split, modifier_rank=0) if split else NOTHING
 
     def _context_like(self, model: nn.Module) -> AbstractContextManager[Any]:
         is_split = any(map(engine_internals.is_partitioned, model.parameters()))
@@ -263,7 +210,7 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
 
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """See Strategy; the returned wrapper is a DeepSpeedOptimWrapper."""
-        self.setup_environment()
+        self.join()
         wrapper = None
         asked = None if optim is None else check_wrapper(optim)
         if asked is not None and not isinstance(asked, DeepSpeedOptimWrapper):
@@ -294,9 +241,6 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
         if model is not None:
             self._check_model(model)
 
-    def shape_of(self, tensor: Tensor) -> Sequence[int]:
-        return tensor.ds_shape if engine_internals.is_partitioned(tensor) else tensor.shape  # type: ignore[attr-defined]
-
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         self._check_model(model)
         check_real(model, "DeepSpeedStrategy")
@@ -304,7 +248,7 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
         if optim is not None and stage:
             check_dense(model, type(self).__name__)
         for name, parameter in model.named_parameters() if stage == 3 else ():
-            if not math.prod(self.shape_of(parameter)):
+            if not math.prod(shape_of(self, parameter)):
                 raise StrategyError(
                     f"model.{name}: has no elements, which DeepSpeed cannot gather at stage 3; leave it out, or choose stage 1 or 2"
                 )
@@ -357,10 +301,10 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
             stage = 0  # without an optimizer there is no state to shard
         originals: dict[str, Tensor] = {}
         if dtype is not torch.float32:
-            originals = float32_originals(model, dtype, self.left_out())
+            originals = float32_originals(model, dtype, left_out(self))
             keep_running_statistics(model, dtype)
             cast_inputs_and_outputs(model, dtype, self.config.inputs_to_half)
-        replaced = self._files.fit(model, self._wrapper, self.world_size, dtype)
+        replaced = self._files.fit(model, self._wrapper, self.topology.world_size, dtype)
         num_elements = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
         keys = self._engine_config(self._request, stage=stage, num_elements=num_elements)
         logger.info("DeepSpeed's configuration: %s", keys, extra={ONLY_IN_FILE: True})
@@ -450,16 +394,12 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
         self._wrapper.bind(self._engine, fragments, clips_here=stage == 0)
         return fragments
 
-    def for_rehearsal(self) -> Strategy | None:
-        """See Strategy; the engine's tensors and collectives by formula."""
-        return RehearsedZero(self.config)
-
     def _engine_config(self, request: Request, *, stage: int, num_elements: int) -> dict[str, Any]:
         return engine_config(
             self.config,
             request,
             stage=stage,
-            world_size=self.world_size,
+            world_size=self.topology.world_size,
             on_cpu=self.device.type == "cpu",
             num_elements=num_elements,
             checkpointing=self._checkpointing,
@@ -469,7 +409,7 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
     def _compile(self, model: nn.Module) -> None:
         compile_in_place([self.module], self.config.compile if isinstance(self.config.compile, dict) else {})
 
-    def teardown(self) -> None:
+    def leave(self) -> None:
         """See Strategy."""
         if self._engine is not None:
             self._engine.destroy()
@@ -478,7 +418,7 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
         self._files.remove()
         began = self._spec is not None
         self._engine = self._state = self._wrapper = self._nobody = None
-        super().teardown()
+        super().leave()
         if began:
             engine_internals.forget_process_groups()
             restore_linear()
@@ -492,7 +432,7 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
         """See Strategy; no autocast, because the engine's whole model is cast."""
         return NOTHING
 
-    def drop_gradients(self) -> None:
+    def abort_update(self) -> None:
         """See Strategy."""
         raise kept_gradients("DeepSpeed")
 
@@ -506,42 +446,29 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
 
     def model_state(self) -> dict[str, Tensor]:
         """See Strategy; a sharded parameter is a FlatShard, a slice of the flattened parameter."""
-        return self._engine_state.parameters() | self._buffers()
+        return self._engine_state.parameters() | self.buffers()
 
-    def _buffers(self) -> dict[str, Tensor]:
-        return {name: buffer.detach() for name, buffer in super()._buffers().items()}
+    def buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.detach() for name, buffer in super().buffers().items()}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """See Strategy."""
         return self._offered() | (self._engine_state.optimizer_state() if self._wrapper else {})
 
-    def load_template(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    def template(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
         """See Strategy."""
         model = {f"model.{name}": tensor for name, tensor in self.model_state().items()}
         template = {key: tensor for key, tensor in model.items() if key in saved}
         return template | (self._engine_state.optimizer_template(saved) if self._wrapper else {})
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         """See Strategy; collective."""
         self._engine_state.follow_masters()
         values = {key: value for key, value in state.items() if split_key(key)[0]}
         if values and self._wrapper:
             self._engine_state.load_optimizer(values)
 
-    # Memory and precision
-
-    def state_memory(self) -> StateMemory:
-        """See Strategy."""
-        zero, trains = self.config.zero_optimization, self._wrapper is not None
-        return engine_memory(self._engine_state, self.module, zero, trains=trains)
-
-    def _computes_alone(self) -> bool:
-        return self.config.zero_optimization.stage != 3  # whose hooks gather, and learn the order of the calls
-
-    def _prepare_whole(self, model: nn.Module) -> torch.dtype | None:
-        if self._request.dtype is not torch.float32:
-            cast_inputs_and_outputs(model, self._request.dtype, self.config.inputs_to_half)
-        return None
+    # Precision
 
     def precision_report(self) -> PrecisionReport:
         """See Strategy."""
@@ -565,3 +492,93 @@ class DeepSpeedStrategy(WrittenWeights, Strategy):
         if self._wrapper:
             require(self._request.dtype, report.parameters, "parameters")
             require(torch.float32, report.masters or report.parameters, "master weights")
+
+
+@construct.register(DeepSpeedStrategy)
+def _(
+    strategy: DeepSpeedStrategy, make: Callable[[], nn.Module], initialise: Callable[[nn.Module], None] | None = None
+) -> nn.Module:
+    """See ``construct``; a model that looks at values of sharded parameters is built with memory, and sharded then."""
+    build = partial(construct.dispatch(object), strategy, make, initialise)
+    if strategy.building() is NOTHING or strategy._files.largest_while_built is not None:
+        return build()
+
+    def without() -> nn.Module:
+        strategy._tells_looks = True
+        try:
+            return build()
+        finally:
+            strategy._tells_looks = False
+
+    def whole() -> nn.Module:
+        for generator, state in strategy._generators.items():
+            generator.set_state(state)
+        strategy._has_memory = True
+        try:
+            model = build()
+        finally:
+            strategy._has_memory = False
+        check_apart(model, "DeepSpeedStrategy")
+        if strategy.topology.rank:
+            drop_values(model)
+        return model
+
+    model, is_whole = constructed(without, whole, strategy.device, strategy.launch.local_rank)
+    if is_whole:
+        split_whole(_deepspeed(), strategy._keys_of_init(), model)
+    return model
+
+
+@shape_of.register(DeepSpeedStrategy)
+def _(strategy: DeepSpeedStrategy, tensor: Tensor) -> Sequence[int]:
+    return tensor.ds_shape if engine_internals.is_partitioned(tensor) else tensor.shape  # type: ignore[attr-defined]
+
+
+@computed_with.register(DeepSpeedStrategy)
+def _(strategy: DeepSpeedStrategy) -> dict[str, Tensor]:
+    """See ``computed_with``; in the dtype of the engine, at stage 3 as FlatShards.
+
+    Raises:
+        StrategyError: shards are in files.
+    """
+    found: dict[str, Tensor] = {}
+    for name, parameter in strategy.module.named_parameters():
+        if swapping.is_in_file(parameter):
+            raise StrategyError(
+                f"strategy.zero_optimization.offload_param: {name} is in a file, to which only the engine writes; give "
+                'device="cpu", or leave it out'
+            )
+        is_split = engine_internals.is_partitioned(parameter)
+        found[name] = engine_internals.own_shard(parameter) if is_split else parameter.detach()
+    return found
+
+
+@take_written.register(DeepSpeedStrategy)
+def _(strategy: DeepSpeedStrategy, names: Collection[str]) -> None:
+    if any(name not in strategy._by_name for name in names):  # at the first call; later ones come at every update
+        strategy._by_name = dict(strategy.module.named_parameters())
+    engine_internals.gather_small(strategy._by_name[name] for name in names)
+
+
+@state_memory.register(DeepSpeedStrategy)
+def _(strategy: DeepSpeedStrategy) -> StateMemory:
+    zero, trains = strategy.config.zero_optimization, strategy._wrapper is not None
+    return engine_memory(strategy._engine_state, strategy.module, zero, trains=trains)
+
+
+@computes_alone.register(DeepSpeedStrategy)
+def _(strategy: DeepSpeedStrategy) -> bool:
+    return strategy.config.zero_optimization.stage != 3  # whose hooks gather, and learn the order of the calls
+
+
+@prepare_whole.register(DeepSpeedStrategy)
+def _(strategy: DeepSpeedStrategy, model: nn.Module) -> torch.dtype | None:
+    if strategy._request.dtype is not torch.float32:
+        cast_inputs_and_outputs(model, strategy._request.dtype, strategy.config.inputs_to_half)
+    return None
+
+
+@rehearsed.register(DeepSpeedStrategy)
+def _(strategy: DeepSpeedStrategy) -> Strategy | None:
+    """See ``rehearsed``; the engine's tensors and collectives by formula."""
+    return RehearsedZero(strategy.config)

@@ -235,7 +235,7 @@ class FSDPConfig(StrategyConfig):
     """Reduce gradients after every micro-batch, not once per window: saves memory, costs communication."""
     skip_init_weights: bool = False
     """Leave the parameters of a model given as dict or callable at zero, if a checkpoint is loaded anyway. Training or
-    evaluating with one that nothing was loaded into raises; ``Strategy.note_initialised`` is for code that fills them itself."""
+    evaluating with one that nothing was loaded into raises; ``note_initialised`` of strategies/parts is for code that fills them itself."""
 
     @pydantic.model_validator(mode="before")
     @classmethod

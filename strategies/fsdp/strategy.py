@@ -6,7 +6,7 @@ import inspect
 import itertools
 import logging
 import socket
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -26,7 +26,6 @@ from ...core.comm import collectives as dist
 from ...core.comm.collectives import share_weights
 from ...core.comm.topology import DataShard
 from ...core.device.precision import PrecisionReport
-from ...core.model.base_model import BaseModel
 from ...core.torch_compat.dtensor_private import (
     chunks_on_demand,
     fill_gradients,
@@ -38,12 +37,13 @@ from ...core.torch_compat.torch_private import gradient_hooks
 from ...optim.gradients import average
 from ...optim.wrapper import OptimWrapper
 from ..as_at_setup import Arranged, is_subclass
-from ..base import NOTHING, EvalStep, Strategy, kept_gradients
+from ..base import NOTHING, EvalStep, Optim, Strategy, kept_gradients
 from ..config import ANY_DEVICE, Needs
 from ..gathering_order import UnitOrder, message_group
+from ..parts import construct, explain, prepare_whole
+from ..parts.initialised import await_values
 from ..recomputation import compile_in_place
 from ..sharding import ShardedOptimizers, check_dense, check_real, has_shards, make_contiguous
-from ..state import Optim
 from .config import FSDPConfig
 from .units import check_one_dtype, choose_roots, choose_units, described, freed_after_forward, prefetch
 from .without_memory import ModelWithoutMemory
@@ -314,9 +314,9 @@ class FSDPStrategy(Strategy):
             root.reshard()
         return super().module
 
-    def setup_environment(self) -> None:
+    def join(self) -> None:
         """See Strategy; a single process creates a process group too, because a device mesh needs one."""
-        super().setup_environment()
+        super().join()
         self._join_alone()
 
     def _check_world(self, world_size: int) -> None:
@@ -325,38 +325,19 @@ class FSDPStrategy(Strategy):
                 f"strategy.replicate_size: {self.config.replicate_size} does not divide the {world_size} processes"
             )
 
-    def init_context(self) -> AbstractContextManager[Any]:
-        """See Strategy; parameters are on the meta device and take no memory."""
-        return NOTHING if self._without_memory.has_memory else self._without_memory.context
-
-    def construct(
-        self, make: Callable[[], nn.Module], initialise: Callable[[nn.Module], None] | None = None
-    ) -> nn.Module:
-        """See Strategy; a model that looks at the values of its parameters is built with memory."""
-        build = partial(super().construct, make, initialise)
-        return self._without_memory.build(build, self.device, self.launch.local_rank)
-
-    def init_weights(self, model: BaseModel) -> None:
-        """See Strategy; on a meta-device model the calls are recorded, like those of its constructor."""
-        is_deferred = any(parameter.is_meta for parameter in model.parameters())
-        with self._without_memory.context if is_deferred else NOTHING:
-            model.init_weights()
-
-    def expect_values(self, names: Collection[str]) -> None:
-        """See Strategy."""
-        self._without_memory.read_later = frozenset(names)
-
-    def change_context(self, model: nn.Module, state: Tensor) -> AbstractContextManager[Any]:
-        """See Strategy; on a meta-device model it is recorded, like its constructor."""
-        if any(parameter.is_meta for parameter in model.parameters()):
-            return self._without_memory.changing(model, state)
-        return super().change_context(model, state)
+    def building(self, model: nn.Module | None = None, draws: Tensor | None = None) -> AbstractContextManager[Any]:
+        """See Strategy; parameters are on the meta device and take no memory, and calls on such a model are recorded."""
+        if model is None:
+            return NOTHING if self._without_memory.has_memory else self._without_memory.context
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            return super().building(model, draws)
+        return self._without_memory.context if draws is None else self._without_memory.changing(model, draws)
 
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """See Strategy."""
         self._without_memory.note(model)
         called, optim = super().setup(model, optim)
-        self._await_values(self._without_memory.left_at_zero)
+        await_values(self, self._without_memory.left_at_zero)
         for wrapper in optim.wrappers.values() if optim is not None else ():
             assert self._sharded is not None
             self._sharded.check(wrapper)
@@ -411,7 +392,7 @@ class FSDPStrategy(Strategy):
                 "leave it out"
             )
         if optim is not None:  # for evaluation only, a checkpoint gives the values
-            self._without_memory.check_initialised()
+            self._without_memory.check_initialised(self.noted.read_later)
 
     def _place(self, model: nn.Module) -> None:
         """See Strategy; an instance's parameters get rank 0's values, and move to the device when they are sharded."""
@@ -605,34 +586,11 @@ class FSDPStrategy(Strategy):
         self._unsettled = []
         return super().evaluate(batch, step)
 
-    def explain(self, error: BaseException) -> str | None:
-        """See Strategy."""
-        if (changed := super().explain(error)) is not None:
-            return changed
-        if "got mixed torch.Tensor and DTensor" in str(error):
-            return (
-                "parameters are sharded while the model is not called: call it as a whole, self(...) and not self.forward(...), and "
-                "compute in its forward what needs parameters; to generate text, call runner.generate()"
-            )
-        if "setStorage" in str(error) and "out of bounds" in str(error):
-            return (
-                "something computes with parameters that FSDP has freed after their unit's forward, such as torch.autograd.grad in "
-                "forward: leave out strategy.wrap, or give strategy.reshard_after_forward=False"
-            )
-        if "sparse" in str(error):
-            return "gradients are sparse, which cannot be divided: give sparse=False to what makes them, or choose DDPStrategy"
-        if "in-place operations that require placement changes" in str(error):
-            return (
-                "a module writes into a tensor of which processes have shards, as torch.nn.utils.spectral_norm does; compute out "
-                "of place, as torch.nn.utils.parametrizations.spectral_norm does"
-            )
-        return None
-
-    def drop_gradients(self) -> None:
+    def abort_update(self) -> None:
         """See Strategy."""
         if self._roots:
             raise kept_gradients("FSDP")
-        super().drop_gradients()
+        super().abort_update()
 
     def _leave_root(self, root: nn.Module, args: Any, output: Any) -> None:
         """Free all units after an evaluation forward; in training they stay gathered for backward, if they do."""
@@ -650,17 +608,6 @@ class FSDPStrategy(Strategy):
 
     # Precision
 
-    def _prepare_whole(self, model: nn.Module) -> torch.dtype | None:
-        mixed = self.config.mixed_precision
-        if mixed is None or (dtype := mixed.dtype("param_dtype")) is None:
-            return None
-        gives = mixed.dtype("output_dtype")
-        if mixed.cast_forward_inputs:
-            model.register_forward_pre_hook(lambda _, *given: _cast(given, dtype), with_kwargs=True)
-        if gives is not None:
-            model.register_forward_hook(lambda _, args, output: _cast(output, gives))
-        return dtype
-
     def precision_report(self) -> PrecisionReport:
         """See Strategy."""
         report, mixed = super().precision_report(), self.config.mixed_precision
@@ -674,10 +621,58 @@ class FSDPStrategy(Strategy):
             report.optimizer_state,
         )
 
-    def teardown(self) -> None:
+    def leave(self) -> None:
         """See Strategy."""
-        super().teardown()
+        super().leave()
         self._units, self._roots, self._unsettled, self._used = [], [], [], None
+
+
+@construct.register(FSDPStrategy)
+def _(
+    strategy: FSDPStrategy, make: Callable[[], nn.Module], initialise: Callable[[nn.Module], None] | None = None
+) -> nn.Module:
+    """See ``construct``; a model that looks at the values of its parameters is built with memory."""
+    build = partial(construct.dispatch(object), strategy, make, initialise)
+    return strategy._without_memory.build(build, strategy.device, strategy.launch.local_rank)
+
+
+@prepare_whole.register(FSDPStrategy)
+def _(strategy: FSDPStrategy, model: nn.Module) -> torch.dtype | None:
+    mixed = strategy.config.mixed_precision
+    if mixed is None or (dtype := mixed.dtype("param_dtype")) is None:
+        return None
+    gives = mixed.dtype("output_dtype")
+    if mixed.cast_forward_inputs:
+        model.register_forward_pre_hook(lambda _, *given: _cast(given, dtype), with_kwargs=True)
+    if gives is not None:
+        model.register_forward_hook(lambda _, args, output: _cast(output, gives))
+    return dtype
+
+
+@explain.register(FSDPStrategy)
+def _(strategy: FSDPStrategy, error: BaseException) -> str | None:
+    if (changed := explain.dispatch(Strategy)(strategy, error)) is not None:
+        return changed
+    if "got mixed torch.Tensor and DTensor" in str(error):
+        return (
+            "parameters are sharded while the model is not called: call it as a whole, self(...) and not self.forward(...), and "
+            "compute in its forward what needs parameters; to generate text, call runner.generate()"
+        )
+    if "setStorage" in str(error) and "out of bounds" in str(error):
+        return (
+            "something computes with parameters that FSDP has freed after their unit's forward, such as torch.autograd.grad in "
+            "forward: leave out strategy.wrap, or give strategy.reshard_after_forward=False"
+        )
+    if "sparse" in str(error):
+        return (
+            "gradients are sparse, which cannot be divided: give sparse=False to what makes them, or choose DDPStrategy"
+        )
+    if "in-place operations that require placement changes" in str(error):
+        return (
+            "a module writes into a tensor of which processes have shards, as torch.nn.utils.spectral_norm does; compute out "
+            "of place, as torch.nn.utils.parametrizations.spectral_norm does"
+        )
+    return None
 
 
 def _left_whole(model: nn.Module) -> set[nn.Parameter]:

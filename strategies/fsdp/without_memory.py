@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -33,8 +33,6 @@ class ModelWithoutMemory:
         self._keep_zeros = keep_zeros
         self.left_at_zero: frozenset[str] = frozenset()
         """Names of the parameters that are not initialised, because a checkpoint will be loaded."""
-        self.read_later: frozenset[str] = frozenset()
-        """Names of parameters that nothing has to initialise, because their values are read after set-up."""
         self._built: dict[str, Tensor] = {}
         self._names: dict[str, list[str]] = {}
         self._before: dict[int, str] = {}  # with keep_zeros, the parameters that no transform has added
@@ -76,12 +74,14 @@ class ModelWithoutMemory:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(first[id(parameter)], []).append(name)
 
-    def check_initialised(self) -> None:
-        """Raise StrategyError if a parameter on the meta device is never initialised."""
+    def check_initialised(self, read_later: Collection[str]) -> None:
+        """Raise StrategyError if a parameter on the meta device is never initialised, nor read after set-up."""
         if self._keep_zeros:
             return
         touched = self.context.touched
-        untouched = {name for name, built in self._built.items() if storage_key(built) not in touched} - self.read_later
+        untouched = {name for name, built in self._built.items() if storage_key(built) not in touched}.difference(
+            read_later
+        )
         if untouched:
             raise StrategyError(
                 f"model.{min(untouched)}: is built without memory and nothing initialises it, do it in the constructor "

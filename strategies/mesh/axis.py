@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...core.base.rehearsing import with_values
 from ...core.comm.topology import DataShard, Topology
 from ...optim.wrapper import OptimWrapper
-from ..base import EvalStep, TrainStep
-from ..state import Optim
+from ..base import EvalStep, Optim, TrainStep
 from .config import MeshConfig
 
 # Layout: the device meshes of a job, and the place of this process in them.
@@ -231,7 +230,7 @@ class Axis:
         return batch
 
     def check_window(self, window: Sequence[Any], step: TrainStep, inner: CheckWindow) -> None:
-        """Raise StrategyError for a model that cannot be trained, see ``Strategy.check_window``; ``inner``: that of the others."""
+        """Raise StrategyError for a model that cannot be trained, see ``check_window`` of strategies/parts; ``inner``: that of the others."""
         inner(window, step)
 
     def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
@@ -246,7 +245,7 @@ class Axis:
         """Take back in a copy of the model, for ``full_weights``, what ``apply`` changed in objects that the copy shares."""
 
     def release(self) -> None:
-        """Undo what ``apply`` did to objects that outlive the strategy; called by ``teardown`` after ``apply``."""
+        """Undo what ``apply`` did to objects that outlive the strategy; called by ``leave`` after ``apply``."""
 
     def described(self) -> str:
         """Return what this axis divides, in words for the table that is logged at the start; called after ``apply``."""

@@ -21,9 +21,8 @@ from ...core.base.errors import ConfigError, StrategyError, suggest
 from ...core.base.rehearsing import rehearsing, with_values
 from ...core.torch_compat.dtensor_private import using_in_place
 from ...optim.wrapper import OptimWrapper
-from ..base import EvalStep, TrainStep
+from ..base import EvalStep, Optim, TrainStep
 from ..sharding import check_divided
-from ..state import Optim
 from .axis import Axis, Evaluate, RunWindow, replace_forward
 
 # The auxiliary loss with which transformers' models keep their experts equally busy, over the tokens of all

@@ -22,14 +22,15 @@ from ...core.base.registry import STRATEGIES
 from ...core.comm import collectives as dist
 from ...core.comm.agreement import gather_differing
 from ...core.comm.topology import DataShard, Topology
-from ..base import EvalStep, TrainStep
+from ..base import EvalStep, Optim, TrainStep
 from ..fsdp import FSDPStrategy
-from ..state import Optim
+from ..parts import check_window, computes_alone, pipeline_of, prepare_whole
 from .axis import DATA, Axis, CheckWindow, Evaluate, Layout, RunWindow
 from .config import REST, MeshConfig, check_overlay, check_sizes, resolved, sizes_in
 from .context import Context
 from .experts import ExpertParallel
 from .pipeline import Pipeline
+from .pipeline.pipeline_parallel import stages_per_process
 from .tensor import TensorParallel
 
 # Overview: a table of what each axis of a mesh divides, for the log.
@@ -212,7 +213,7 @@ class MeshStrategy(FSDPStrategy):
         self._axes: list[Axis] = []
         self._chosen: list[nn.Module] = []  # submodules of the whole model that are FSDP units
         self._window: RunWindow = super().run_window
-        self._checks: CheckWindow = super().check_window
+        self._checks: CheckWindow = _nothing_to_check
         self._is_checked = False
         self._evaluation: Evaluate = super().evaluate
 
@@ -227,7 +228,7 @@ class MeshStrategy(FSDPStrategy):
 
     @property
     def layout(self) -> Layout:
-        """The device meshes; valid after ``setup_environment``."""
+        """The device meshes; valid after ``join``."""
         assert self._layout is not None
         return self._layout
 
@@ -353,32 +354,46 @@ class MeshStrategy(FSDPStrategy):
     def run_window(self, window: Sequence[Any], step: TrainStep) -> dict[str, Tensor]:
         """See Strategy."""
         if not self._is_checked:  # a loop of the user's may not have called it
-            self.check_window(window, step)
+            check_window(self, window, step)
         return self._window(window, step)
-
-    def check_window(self, window: Sequence[Any], step: TrainStep) -> None:
-        """See Strategy."""
-        if not self._is_checked:
-            self._checks(window, step)
-            self._is_checked = True
 
     def evaluate(self, batch: Any, step: EvalStep) -> Any:
         """See Strategy."""
         return self._evaluation(batch, step)
 
-    def _computes_alone(self) -> bool:
-        return not self._axes
-
-    def _prepare_whole(self, model: nn.Module) -> torch.dtype | None:
-        for axis in self._axes:
-            axis.prepare_whole(model)
-        return super()._prepare_whole(model)
-
-    def teardown(self) -> None:
+    def leave(self) -> None:
         """See Strategy."""
         for axis in self._axes if self._model is not None else ():
             axis.release()
-        super().teardown()
+        super().leave()
         self._layout, self._axes, self._chosen = None, [], []
-        self._window, self._evaluation, self._checks = super().run_window, super().evaluate, super().check_window
+        self._window, self._evaluation, self._checks = super().run_window, super().evaluate, _nothing_to_check
         self._is_checked = False
+
+
+def _nothing_to_check(window: Sequence[Any], step: TrainStep) -> None:
+    pass
+
+
+@check_window.register(MeshStrategy)
+def _(strategy: MeshStrategy, window: Sequence[Any], step: TrainStep) -> None:
+    if not strategy._is_checked:
+        strategy._checks(window, step)
+        strategy._is_checked = True
+
+
+@computes_alone.register(MeshStrategy)
+def _(strategy: MeshStrategy) -> bool:
+    return not strategy._axes
+
+
+@prepare_whole.register(MeshStrategy)
+def _(strategy: MeshStrategy, model: nn.Module) -> torch.dtype | None:
+    for axis in strategy._axes:
+        axis.prepare_whole(model)
+    return prepare_whole.dispatch(FSDPStrategy)(strategy, model)
+
+
+@pipeline_of.register(MeshStrategy)
+def _(strategy: MeshStrategy) -> tuple[str, int] | None:
+    return strategy.config.pp_schedule, stages_per_process(strategy.config)

@@ -1,16 +1,19 @@
-"""StateMemory: the bytes of what a process keeps between updates, from shapes and dtypes alone."""
+"""The bytes of what a process keeps between updates, from shapes and dtypes alone."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import singledispatch
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from ..base import Strategy
 
 Sizes = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
@@ -37,6 +40,27 @@ class StateMemory:
     def total(self) -> int:
         """The sum of what is known."""
         return self.parameters + self.gradients + (self.optimizer_state or 0)
+
+
+@singledispatch
+def state_memory(strategy: Strategy) -> StateMemory:
+    """Return the bytes of the parameters, gradients and optimizer state that this process keeps; after ``setup``.
+
+    They follow from shapes and dtypes: nothing is computed on the device, and no process waits for another.
+    """
+    module, optim = strategy.module, strategy.optim
+    kept = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    wrappers = optim.wrappers.values() if optim is not None else ()
+    states = [state_of_optimizer(wrapper.optimizer) for wrapper in wrappers]
+    masters = [master for p in trained if optim is not None and (master := optim.master(p)) is not p]
+    elsewhere = {p.device.type for p in trained} - {strategy.device.type}
+    return StateMemory(
+        parameters=sum(map(size_of, kept.values())),
+        gradients=sum(map(size_of, trained)) if optim is not None else 0,
+        optimizer_state=None if None in states else sum(state or 0 for state in states) + sum(map(size_of, masters)),
+        note="kept in host memory" if elsewhere == {"cpu"} else "",
+    )
 
 
 def size_of(tensor: Tensor) -> int:

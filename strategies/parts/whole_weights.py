@@ -1,12 +1,10 @@
-"""WholeWeights: the part of a strategy that gives a model with whole weights, however it has spread them."""
+"""WholeModel: a strategy's model with whole weights, however it has spread them."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, singledispatch
 from typing import Any
 
 import torch
@@ -16,13 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from ...core.base.byte_sizes import bytes_of, size_text
 from ...core.base.errors import ConfigError, StrategyError, counted
-from ...core.base.rehearsing import rehearsing
 from ...core.comm.agreement import gather_differing, raising_together
 from ...core.comm.collectives import can_be_averaged, floating_buffers, side_group
-from ...core.model.base_model import class_name
-from ...core.torch_compat.torch_private import copy_modules, replace_tensor, take_buffers, tensors_of, version_of
+from ...core.torch_compat.torch_private import replace_tensor, take_buffers, version_of
+from ..base import Strategy, meet
 from ..recomputation import repeated_blocks
-from ..state import CanonicalState
+from .buffers import share_buffers
 from .whole_sources import Sources, held
 
 # Filling a copy of a model with whole tensors, emptying it again, and noticing what was written to them.
@@ -175,94 +172,6 @@ class LayerByLayer:
         return numbers
 
 
-# Blueprint: the user's model as it was built, without memory for its tensors, to be filled with whole weights.
-
-
-EMPTY: Mapping[str, bool] = MappingProxyType({})
-_VALUES = (bool, int, float, str, type(None))
-
-
-class Blueprint:
-    """The structure of a model before a strategy changed it: classes, attributes, ties, and hooks of the user.
-
-    A copy has modules of its own. What is neither module nor parameter nor buffer is shared with the model: a configuration,
-    a dict that forward fills.
-
-    Args:
-        model: the model as the user has built it.
-        shape_of: returns the whole shape of a parameter or buffer.
-    """
-
-    def __init__(self, model: nn.Module, shape_of: Callable[[Tensor], Sequence[int]]) -> None:
-        self.problem = _problem(model)
-        """Why the model cannot be copied; None if it can."""
-        self.shapes = {name: torch.Size(shape_of(tensor)) for name, tensor in tensors_of(model).items()}
-        """The whole shapes of the parameters and buffers, by name."""
-        self.buffers = frozenset(name for name, _ in model.named_buffers())
-        """The names of the buffers."""
-        self._live = [weakref.ref(module) for module in model.modules()]
-        self._before: list[Mapping[str, Any]] = []
-        self._model = model if self.problem else copy_modules(model, shape_of)
-
-    def follow(self) -> None:
-        """Take note that the strategy has changed the model: later changes of plain attributes are the user's."""
-        self._before = [_values(module()) for module in self._live]
-
-    def build(
-        self, late: Mapping[str, bool] = EMPTY, gone: Collection[str] = ()
-    ) -> tuple[nn.Module, dict[str, Tensor]]:
-        """Return a copy of the model, and its parameters and buffers by name, on the meta device.
-
-        A tied parameter has the first of its names. Attributes that are numbers, texts or flags, and were changed since
-        ``follow``, are as the live model has them now; so is the training flag of every module.
-
-        Args:
-            late: names of buffers that were added since set-up, each with True if it is persistent.
-            gone: names of buffers that have become None since.
-
-        Raises:
-            StrategyError: the model cannot be copied.
-        """
-        if self.problem is not None:
-            raise StrategyError(f"full_weights: {self.problem}")
-        model = copy_modules(self._model, lambda tensor: tensor.shape)
-        for copy, live, before in zip(model.modules(), self._live, self._before, strict=True):
-            for key, value in _values(live()).items():
-                if key == "training" or (key in before and value != before[key]):
-                    vars(copy)[key] = value
-        for name, tensor in tensors_of(model).items():
-            if name in gone:
-                replace_tensor(model, tensor, None)
-        for name, persistent in late.items():
-            _add_buffer(model, name, persistent)
-        return model, tensors_of(model)
-
-
-def _add_buffer(model: nn.Module, name: str, persistent: bool) -> None:
-    owner, _, key = name.rpartition(".")
-    try:
-        module = model.get_submodule(owner)
-    except AttributeError as error:
-        raise StrategyError(
-            f"full_weights: model.{name} is in a module that was added after set-up; make the model so before the runner is made"
-        ) from error
-    vars(module).pop(key, None)
-    module.register_buffer(key, torch.empty(0, device="meta"), persistent)
-
-
-def _values(module: nn.Module | None) -> Mapping[str, Any]:
-    return {} if module is None else {key: value for key, value in vars(module).items() if isinstance(value, _VALUES)}
-
-
-def _problem(model: nn.Module) -> str | None:
-    """Return why a model cannot be copied."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            where = f"model.{name}" if name else "model"
-            return f"{where} is a ScriptModule, of which there is no copy with whole weights; give {class_name(model)} as Python"
-    return None
-
-
 # Buffers apart: what evaluation would use in place of this process's buffers, and a model that keeps its own
 # meanwhile.
 
@@ -277,7 +186,7 @@ def shared_buffers(module: nn.Module, share: Callable[[], None]) -> dict[Tensor,
 
     Args:
         module: its buffers stay as they are.
-        share: writes to floating-point buffers of the module, ``Strategy.share_buffers``.
+        share: writes to floating-point buffers of the module, ``share_buffers`` of a strategy.
     """
     copies = {live: live.detach().clone() for live in module.buffers() if can_be_averaged(live)}
     with replaced_buffers(module, copies):
@@ -321,22 +230,47 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class WholeWeights(CanonicalState):
-    """The part of a strategy that gives a model with whole weights for a while: to generate text, to look at, to compute with.
+@singledispatch
+def computes_alone(strategy: Strategy) -> bool:
+    """Return whether ``module`` can be called on one process without the others, if all of its tensors are whole."""
+    return True
 
-    It works from ``module`` and ``model_state``, so a strategy has it by giving its canonical state.
+
+@singledispatch
+def prepare_whole(strategy: Strategy, model: nn.Module) -> torch.dtype | None:
+    """Make a copy of the model, on the meta device, compute in the precision of evaluation.
+
+    Returns:
+        The dtype for its floating-point parameters; None: that of the live ones.
+    """
+    return None
+
+
+def full_weights(
+    strategy: Strategy,
+    *,
+    ranks: Collection[int] | None = None,
+    memory_limit: int | str | None = None,
+    by_layer: bool = False,
+) -> AbstractContextManager[Any]:
+    """See ``WholeModel.open``."""
+    return WholeModel(strategy).open(ranks=ranks, memory_limit=memory_limit, by_layer=by_layer)
+
+
+class WholeModel:
+    """A strategy's model with whole weights for a while: to generate text, to look at, to compute with.
+
+    It works from ``module`` and ``model_state``, so every strategy that gives its canonical state has it.
 
     Args:
-        options: the fields of this class's ``Config``.
+        strategy: has been set up.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._blueprint: Blueprint | None = None
-        self._is_whole = False  # full_weights is open
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy, self._noted = strategy, strategy.noted
 
     @contextmanager
-    def full_weights(
+    def open(
         self, *, ranks: Collection[int] | None = None, memory_limit: int | str | None = None, by_layer: bool = False
     ) -> Iterator[Any]:
         """Return a context with the user's model in which every parameter and buffer is whole and plain; a collective.
@@ -366,44 +300,29 @@ class WholeWeights(CanonicalState):
             ConfigError: a rank that does not exist, a wrong size, or arguments that differ between processes.
             StrategyError: more memory is needed, weights were written to, or a context is open already.
         """
-        module = self.module
-        if self._is_whole:
+        strategy, noted = self.strategy, self._noted
+        module = strategy.module
+        if noted.is_whole:
             raise StrategyError("full_weights: is open already, use the model that it has given")
-        self.meet("full_weights()")
+        meet(strategy, "full_weights()")
         asking, limit = self._agreed(ranks, memory_limit, by_layer)
         flags = Flags(module)
-        self._is_whole = True
+        noted.is_whole = True
         try:
             sources, late = self._sources()
             if limit is not None:
                 self._check_shared(limit)
-            if sources.are_here and self._computes_alone():
+            if sources.are_here and computes_alone(strategy):
                 writes = Writes(dict(module.named_parameters()))
                 with replaced_buffers(module, self._shared_buffers()):
-                    yield module if self.rank in asking else None
+                    yield module if self.strategy.topology.rank in asking else None
                 writes.check()
             else:
                 with self._copied(sources, late, asking, limit, by_layer) as model:
                     yield model
         finally:
-            self._is_whole = False
+            noted.is_whole = False
             flags.restore()
-
-    def _computes_alone(self) -> bool:
-        """Return whether ``module`` can be called on one process without the others, if all of its tensors are whole."""
-        return True
-
-    def _prepare_whole(self, model: nn.Module) -> torch.dtype | None:
-        """Make a copy of the model, on the meta device, compute in the precision of evaluation.
-
-        Returns:
-            The dtype for its floating-point parameters; None: that of the live ones.
-        """
-        return None
-
-    def _note_blueprint(self, model: nn.Module, shape_of: Callable[[Tensor], Sequence[int]]) -> None:
-        if not rehearsing():
-            self._blueprint = Blueprint(model, shape_of)
 
     def _agreed(
         self, ranks: Collection[int] | None, memory_limit: int | str | None, by_layer: bool
@@ -425,17 +344,19 @@ class WholeWeights(CanonicalState):
 
     def _asking(self, ranks: object) -> list[int]:
         if ranks is None:
-            return list(range(self.world_size))
-        allowed = f"give numbers from 0 to {self.world_size - 1}"
+            return list(range(self.strategy.topology.world_size))
+        allowed = f"give numbers from 0 to {self.strategy.topology.world_size - 1}"
         if not isinstance(ranks, Collection) or isinstance(ranks, (str, bytes)):
             raise ConfigError(f"full_weights.ranks: {ranks!r} is not allowed, {allowed} in a list")
         for rank in ranks:
-            if isinstance(rank, bool) or not (isinstance(rank, int) and 0 <= rank < self.world_size):
+            if isinstance(rank, bool) or not (isinstance(rank, int) and 0 <= rank < self.strategy.topology.world_size):
                 raise ConfigError(f"full_weights.ranks: {rank!r} is not allowed, {allowed}")
         return sorted(set(ranks))
 
     def _check_shared(self, limit: int) -> None:
-        needed = max(gather_differing(bytes_to_share(self.module) if self.topology.data.count > 1 else 0))
+        needed = max(
+            gather_differing(bytes_to_share(self.strategy.module) if self.strategy.topology.data.count > 1 else 0)
+        )
         if needed > limit:
             raise StrategyError(
                 f"full_weights.memory_limit: {size_text(limit)} is not enough, {size_text(needed)} are needed for a moment to share "
@@ -444,28 +365,32 @@ class WholeWeights(CanonicalState):
 
     def _shared_buffers(self) -> dict[Tensor, Tensor]:
         """Return what evaluation would have in place of buffers of this process, by these; a collective."""
-        return shared_buffers(self.module, self.share_buffers) if self.topology.data.count > 1 else {}
+        return (
+            shared_buffers(self.strategy.module, lambda: share_buffers(self.strategy))
+            if self.strategy.topology.data.count > 1
+            else {}
+        )
 
     def _sources(self) -> tuple[Sources, dict[str, bool]]:
         """Return who has what, and the buffers that were added since set-up, each with True if it is persistent."""
-        if self._blueprint is None:
-            raise StrategyError(f"{type(self).__name__}: has no model whose weights full_weights could gather")
-        shapes, live = self._blueprint.shapes, dict(self.module.named_buffers())
+        if self._noted.blueprint is None:
+            raise StrategyError(f"{type(self.strategy).__name__}: has no model whose weights full_weights could gather")
+        shapes, live = self._noted.blueprint.shapes, dict(self.strategy.module.named_buffers())
         if late := self._added_buffers(live.keys() - shapes.keys()):
             shapes = {**shapes, **{name: live[name].shape if name in live else torch.Size() for name in late}}
         with raising_together():  # a process may hold other tensors than the next
-            parameters = dict(self.named_parameters())
+            parameters = dict(self.strategy.parameters())
             if added := sorted(parameters.keys() - shapes.keys()):
                 raise StrategyError(
                     f"full_weights: model.{added[0]} was added after set-up; make the model so before the runner is made"
                 )
             live |= parameters
-            own = held(shapes, live, self.model_state, parameters)
-        return Sources(shapes, self._blueprint.buffers.union(late), own, live, self.rank), late
+            own = held(shapes, live, self.strategy.model_state, parameters)
+        return Sources(shapes, self._noted.blueprint.buffers.union(late), own, live, self.strategy.topology.rank), late
 
     def _added_buffers(self, names: Collection[str]) -> dict[str, bool]:
         """Return the buffers of all processes that were added since set-up, each with True if it is persistent; a collective."""
-        persistent = self._buffers() if names else {}
+        persistent = self.strategy.buffers() if names else {}
         own = [(name, name in persistent) for name in sorted(names)]
         return {name: is_saved for each in gather_differing(own) for name, is_saved in each}
 
@@ -474,10 +399,10 @@ class WholeWeights(CanonicalState):
         self, sources: Sources, late: dict[str, bool], asking: list[int], limit: int | None, by_layer: bool
     ) -> Iterator[Any]:
         """Context with a copy of the model, on the processes that ask."""
-        assert self._blueprint is not None
-        model, tensors = self._blueprint.build(late, self._blueprint.shapes.keys() - sources.by_name.keys())
+        assert self._noted.blueprint is not None
+        model, tensors = self._noted.blueprint.build(late, self._noted.blueprint.shapes.keys() - sources.by_name.keys())
         parameters = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
-        if (dtype := self._prepare_whole(model)) is not None:
+        if (dtype := prepare_whole(self.strategy, model)) is not None:
             sources.want(parameters, dtype)
         layers = Layers(model, tensors)
         if limit is not None:
@@ -486,11 +411,19 @@ class WholeWeights(CanonicalState):
         writes = Writes(parameters)
 
         def make(name: str, keep: bool) -> Tensor | None:
-            return sources.make(name, keep, self.device)
+            return sources.make(name, keep, self.strategy.device)
 
-        asks = self.rank in asking
+        asks = self.strategy.topology.rank in asking
         session = (
-            LayerByLayer(model, layers, tensors, make, writes, float(self.config.timeout_s), self.world_size)
+            LayerByLayer(
+                model,
+                layers,
+                tensors,
+                make,
+                writes,
+                float(self.strategy.config.timeout_s),
+                self.strategy.topology.world_size,
+            )
             if by_layer
             else None
         )
@@ -548,4 +481,4 @@ class Flags:
                 parameter.requires_grad_(trained)
 
 
-__all__ = ["WholeWeights"]
+__all__ = ["WholeModel", "computes_alone", "full_weights", "prepare_whole"]

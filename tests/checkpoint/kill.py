@@ -60,7 +60,7 @@ class Digests(Hook):
     def after_train_iter(
         self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
-        self.pipe.send((runner.iter + 1, digest(runner.strategy.state_dict())))
+        self.pipe.send((runner.iter + 1, digest(runner.strategy.state())))
 
 
 class Announce(Hook):

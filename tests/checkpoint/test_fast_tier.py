@@ -332,7 +332,7 @@ def train_two(folder: Path, fast: Path, at: int | None, background: bool) -> tup
     with contextlib.suppress(Stop):
         runner.train()
     start, state = runner.train_loop.start_iter, whole_state(runner)
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return start, state
 
 
@@ -359,7 +359,7 @@ def apart(folder: Path, fast: Path) -> str:
         except ConfigError as error:
             return str(error)
         finally:
-            runner.strategy.teardown()
+            runner.strategy.leave()
         return ""
 
     return train() if os.environ["RANK"] == "0" else with_other_memory(fast, train)

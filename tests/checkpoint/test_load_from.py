@@ -126,7 +126,7 @@ def under(folder: Path, strategy: dict[str, Any], sources: dict[str, Path], othe
     revised = [(r"^encoder\.", ""), ("weigth", "weight")]
     runner.load_checkpoint(wrong, revise_keys=revised)
     partly = {key.removeprefix("model."): tensor for key, tensor in whole_model(runner.strategy).items()}
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return found, str(caught.value), partly
 
 
@@ -224,7 +224,7 @@ def load_foreign(folder: Path, strategy: dict[str, Any], path: Path) -> State:
     runner = runner_of(folder, strategy)
     runner.load_checkpoint(path, strict=True)
     found = {key.removeprefix("model."): tensor for key, tensor in whole_model(runner.strategy).items()}
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return found
 
 

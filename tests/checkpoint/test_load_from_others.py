@@ -160,7 +160,7 @@ def loaded(folder: Path, strategy: dict[str, Any], model: str, paths: dict[str, 
         runner.logger.removeHandler(lines)
         state = {key.removeprefix("model."): value for key, value in whole_model(runner.strategy).items()}
         found[name] = state, "\n".join(line for line in lines.lines if str(path) in line)
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return found
 
 

@@ -93,7 +93,7 @@ def in_the_background(strategy: dict[str, Any], path: Path) -> None:
     with started(strategy, wrapper("adamw"), Everything) as session:
         updates(session, 0, DONE)
         expected = whole_state(session.strategy)
-        pending = save_in_background(path, {**session.strategy.state_dict(), "optim.wrapper": {}})
+        pending = save_in_background(path, {**session.strategy.state(), "optim.wrapper": {}})
         updates(session, DONE, DONE + MORE)
         pending.wait()
         assert not torch.equal(whole_state(session.strategy)["model.probe"], expected["model.probe"])
@@ -114,7 +114,7 @@ def failing_load(strategy: dict[str, Any], path: Path) -> None:
         updates(session, 0, 3)
         before = whole_state(session.strategy)
         checkpoint = Checkpoint.open(path)
-        template = session.strategy.load_template(checkpoint.saved)
+        template = session.strategy.template(checkpoint.saved)
         names = [name for name in template if name.startswith("optim.state.") and name.endswith("exp_avg")]
         assert names
         checkpoint.load(template)
@@ -123,7 +123,7 @@ def failing_load(strategy: dict[str, Any], path: Path) -> None:
             *({k: s[k] for k in before if k.startswith("optim.state.")} for s in (now, before)), "what was there"
         )
         with pytest.raises(CheckpointError, match="the checkpoint's is SGD"):
-            session.strategy.load_state_dict({**template, f"optim.group.{names[0][12:-8]}.optimizer": "SGD"})
+            session.strategy.load({**template, f"optim.group.{names[0][12:-8]}.optimizer": "SGD"})
 
 
 def test_a_template_does_not_change_the_state(workers2: WorkerGroup, tmp_path: Path) -> None:
@@ -197,14 +197,14 @@ def train_in_parts(folder: Path, memory: dict[str, Any], strategy: dict[str, Any
             if name == "files":
                 assert swap_files(swap).keys() == {"optimizer", "float32params"}
             if epochs < 3:
-                runner.strategy.teardown()
+                runner.strategy.leave()
         states.append(whole_state(runner.strategy))
         metrics.append(dict(runner.val()))
         checkpoint = Checkpoint.open(folder / name / "epoch_3")
         target = {key: torch.empty(info.shape) for key, info in checkpoint.tensors.items() if "averaged" in key}
         checkpoint.load(target)
         averages.append(target)
-        runner.strategy.teardown()
+        runner.strategy.leave()
     same_tensors(states[1], states[0], "final state")
     same_tensors(averages[1], averages[0], "averages")
     assert averages[0]
@@ -233,7 +233,7 @@ def train_until_failure(folder: Path, swap: Path) -> None:
     runner = runner_in(folder, on_files(swap), 1, [Fails()])
     with pytest.raises(RuntimeError, match="out of luck"):
         runner.train()
-    runner.strategy.teardown()
+    runner.strategy.leave()
 
 
 def test_a_run_that_fails_leaves_no_files(workers2: WorkerGroup, tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def save_sharded(server: dict[str, str], folder: Path) -> None:
             default_hooks=dict(checkpoint=dict(interval=1, out_dir="s3://runs/sharded", async_save=True)),
         )
         runner.train()
-        runner.strategy.teardown()
+        runner.strategy.leave()
 
 
 @pytest.mark.distributed

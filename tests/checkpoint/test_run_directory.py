@@ -116,7 +116,7 @@ def test_what_is_in_a_checkpoint(tmp_path: Path) -> None:
 
 def on_two(folder: str) -> None:
     data = dict(batch_size=2, dataset=Samples(26), collate_fn="default_collate")
-    train(folder, train_dataloader=data).strategy.teardown()
+    train(folder, train_dataloader=data).strategy.leave()
 
 
 @pytest.mark.distributed

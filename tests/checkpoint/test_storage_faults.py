@@ -18,6 +18,7 @@ from flextrain.core.base.events import read_events
 from flextrain.core.checkpoint import Checkpoint, complete_ones, find_latest, is_checkpoint
 from flextrain.runner.hooks import CheckpointHook
 from flextrain.runner.reporting import JsonLinesReporter, close_logger, setup_logger
+from flextrain.strategies.parts import meet
 from flextrain.testing import WorkerGroup
 
 from ..runner.training import Watch, make_runner, validation
@@ -48,7 +49,7 @@ class At(Watch):
             wait_until(lambda: runner.finish_saving(wait=False))
             if runner.rank == 0:
                 action(runner)
-            runner.strategy.meet("a fault")
+            meet(runner.strategy, "a fault")
 
 
 def saving(background: bool = False, **options: Any) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def on_a_full_disk(disk: Path, folder: Path, background: bool) -> tuple[list[str
     runner = train(folder, actions, epochs=3, on_error="continue", out_dir=disk, background=background)
     saved = [name for name in ("epoch_1", "epoch_2", "epoch_3") if runner.has_saved(disk / "run" / name)]
     failed = [name for name in ("epoch_1", "epoch_2", "epoch_3") if runner.save_failed(disk / "run" / name)]
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return saved, failed, runner.iter
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from flextrain import BaseMetric, FlexibleRunner, Hook
+from flextrain.strategies.parts import meet
 
 MAX_ITERS, INTERVAL, FAILS_AT = 30, 10, 17
 
@@ -49,7 +50,7 @@ class FailOnce(Hook):
         self.is_first = fails and not self.notes.exists()
 
     def before_train(self, runner: Any) -> None:
-        runner.strategy.meet("FailOnce.before_train()")  # all have looked for the notes
+        meet(runner.strategy, "FailOnce.before_train()")  # all have looked for the notes
         if runner.rank == 0:
             with self.notes.open("a") as file:
                 file.write(json.dumps([runner.iter, runner.world_size]) + "\n")

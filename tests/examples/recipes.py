@@ -78,16 +78,16 @@ def trained(name: str, folder: Path, flags: Sequence[str], stop: int | None = No
             runner.train()
         except KeyboardInterrupt:
             assert stop is not None
-        names = {name for name, _ in runner.strategy.named_parameters()}
+        names = {name for name, _ in runner.strategy.parameters()}
         state = runner.strategy.model_state()
         weights = {name: whole(state[name]) for name in names}
         optimized = {
             key.removeprefix("optim.state.").rpartition(".")[0]
-            for key in runner.strategy.state_dict()
+            for key in runner.strategy.state()
             if key.startswith("optim.state.")
         }
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
     losses = [float(loss) for loss in watch.losses]
     return {"losses": losses, "metrics": watch.metrics, "weights": weights, "optimized": optimized}
 

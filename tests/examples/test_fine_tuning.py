@@ -37,11 +37,11 @@ def trained(folder: Path, flags: tuple[str, ...], export: Path | None = None) ->
         said = [module.ask(runner, tokenizer, module.WORDS[:count]) for count in (2, 3, 4)]
         if export is not None:
             runner.export_hugging_face(export)
-        names = {name for name, _ in runner.strategy.named_parameters()}
+        names = {name for name, _ in runner.strategy.parameters()}
         state = runner.strategy.model_state()
         weights = {name: whole(state[name]) for name in names}
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
     losses = [float(loss) for loss in watch.losses]
     return dict(losses=losses, metrics=watch.metrics, weights=weights, said=said, optimized=names)
 

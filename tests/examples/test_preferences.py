@@ -71,7 +71,7 @@ def shards(folder: Path, strategy: str) -> list[tuple[int, int]]:
         for name, tensor in runner.strategy.model_state().items()
         if name.startswith("reference.")
     ]
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return found
 
 

@@ -66,7 +66,7 @@ def trained(folder: Path, flags: tuple[str, ...], stop: int | None = None) -> di
         metrics = dict(runner.val()) if stop is None else {}
         weights = {name: whole(tensor) for name, tensor in runner.strategy.model_state().items()}
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
     return dict(losses=noted.losses, sequences=noted.sequences, metrics=metrics, weights=weights)
 
 

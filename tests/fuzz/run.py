@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from flextrain import FlexibleRunner, Hook
 from flextrain.core.base.errors import FlexTrainError
 from flextrain.core.comm.collectives import all_reduce
+from flextrain.strategies.parts import explain
 from flextrain.testing import WorkerError, WorkerGroup
 from flextrain.testing.sessions import whole_model
 
@@ -129,11 +130,11 @@ def _trained(case: Case, strategy: dict[str, Any], folder: Path) -> Outcome:
         try:
             runner.train()
         except RuntimeError as error:
-            if (advice := runner.strategy.explain(error)) is None:
+            if (advice := explain(runner.strategy, error)) is None:
                 raise
             raise FlexTrainError(advice) from error  # what the log says of it
         end = _parameters(runner)
-        runner.strategy.teardown()
+        runner.strategy.leave()
     return Outcome(notes.losses, notes.grad_norms, end)
 
 

@@ -98,7 +98,7 @@ def losses(folder: Path, device: str | None, **changes: Any) -> list[float]:
         runner.train()
         return kept.numbers
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
 
 
 def validation() -> dict[str, Any]:

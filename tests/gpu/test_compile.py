@@ -70,7 +70,7 @@ def test_validation_keeps_what_it_is_given(tmp_path: Path, kind: str) -> None:
         runner = make_runner(tmp_path / name, kind, epochs=3, **changes, **validation())
         runner.train()
         runs[name] = runner.message_hub.get_scalar("val/accuracy").current()
-        runner.strategy.teardown()
+        runner.strategy.leave()
     assert abs(runs["compiled"] - runs["eager"]) <= 0.03
 
 

@@ -20,9 +20,9 @@ from flextrain.testing import WorkerGroup
 @pytest.fixture
 def device() -> Any:
     strategy = SingleDeviceStrategy(device=os.environ.get("FLEXTRAIN_TEST_DEVICE"))
-    strategy.setup_environment()
+    strategy.join()
     yield strategy.device
-    strategy.teardown()
+    strategy.leave()
 
 
 def test_it_is_chosen(device: torch.device, kind: str) -> None:
@@ -74,22 +74,25 @@ def messages(alone: bool) -> list[Any]:
         from flextrain import DDPStrategy
 
         strategy = DDPStrategy(timeout_s=60)
-    strategy.setup_environment()
+    strategy.join()
     if alone:
         strategy._join_alone()
     try:
         size, device = dist.get_world_size(), strategy.device
-        mine, host = torch.full((3,), float(strategy.rank + 1), device=device), torch.ones(2)
+        mine, host = torch.full((3,), float(strategy.topology.rank + 1), device=device), torch.ones(2)
         torch.distributed.all_reduce(mine)
         torch.distributed.all_reduce(host)
-        many = [torch.full((2,), float(strategy.rank), device=device), torch.full((2,), float(strategy.rank))]
+        many = [
+            torch.full((2,), float(strategy.topology.rank), device=device),
+            torch.full((2,), float(strategy.topology.rank)),
+        ]
         dist.broadcast_tensors(many)
         dist.barrier()
         total = sum(range(1, size + 1))
         right = mine.tolist() == [total] * 3 and host.tolist() == [size] * 2 and all(not t.any() for t in many)
-        return [str(device), right, dist.all_gather_object(strategy.rank)]
+        return [str(device), right, dist.all_gather_object(strategy.topology.rank)]
     finally:
-        strategy.teardown()
+        strategy.leave()
 
 
 def test_processes_talk(group: WorkerGroup, processes: int, kind: str) -> None:

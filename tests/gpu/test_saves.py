@@ -41,7 +41,7 @@ def content(path: Path) -> dict[str, Tensor]:
 def both_ways(folder: Path, strategy: dict[str, Any]) -> tuple[list[str], list[bool], bool]:
     """Save at every update in both ways, train on at once; what differs, whether memory is page-locked, whether weights moved."""
     built = STRATEGIES.build({**strategy, "device": os.environ.get("FLEXTRAIN_TEST_DEVICE")}, "strategy")
-    built.setup_environment()
+    built.join()
     try:
         torch.manual_seed(0)
         model, optim = built.setup(Wide(), OptimWrapper(dict(type="AdamW", lr=1e-2)))
@@ -54,8 +54,8 @@ def both_ways(folder: Path, strategy: dict[str, Any]) -> tuple[list[str], list[b
             optim.step()
             if pending is not None:
                 pending.wait()
-            save_checkpoint(folder / f"waited_{number}", built.state_dict())
-            pending = save_in_background(folder / f"background_{number}", built.state_dict(), staging=staging)
+            save_checkpoint(folder / f"waited_{number}", built.state())
+            pending = save_in_background(folder / f"background_{number}", built.state(), staging=staging)
         for _ in range(3):  # changes the weights while the last of them is written
             optim.backward(model(x)["loss"])
             optim.step()
@@ -68,7 +68,7 @@ def both_ways(folder: Path, strategy: dict[str, Any]) -> tuple[list[str], list[b
             before = theirs
         return different, [block.is_pinned() for block in staging.memory._blocks], moved
     finally:
-        built.teardown()
+        built.leave()
 
 
 @pytest.mark.parametrize("strategy", STRATEGY)

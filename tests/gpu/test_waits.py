@@ -78,7 +78,7 @@ def watched(folder: Path, kind: str, **changes: Any) -> int:
         runner.train()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        runner.strategy.teardown()
+        runner.strategy.leave()
     return forbids.watched
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,15 @@ def test_from_pretrained_in_a_function_that_builds_a_model_around_it(tmp_path: P
         runner.model  # noqa: B018 - built here
     runner.close()
     assert expected(folder), "it reads again afterwards"
+
+
+def test_a_function_may_read_where_a_model_is_built_with_its_values(tmp_path: Path, folder: Path) -> None:
+    import transformers
+
+    read = partial(transformers.AutoModelForCausalLM.from_pretrained, folder, dtype=torch.float32)
+    runner = runner_of(tmp_path, dict(type=read), strategy="single")
+    assert torch.equal(next(runner.model.parameters()), next(read().parameters()))
+    runner.close()
 
 
 class Beside(BaseModel):

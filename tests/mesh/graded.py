@@ -218,7 +218,7 @@ def run(strategy: Mapping[str, Any], folder: Path, shards: int, sparse: bool, **
         metrics = made.val() if validates else {}, made.test() if tests else {}
         return whole_model(made.strategy), *metrics, made.iter
     finally:
-        made.strategy.teardown()
+        made.strategy.leave()
 
 
 def on_one_device(sparse: bool, *, more: Any = None, folder: Path | None = None, **options: Any) -> Outcome:

@@ -109,7 +109,7 @@ def reference(
         given = [[reordered(batch) for batch in window] for window in given] if reverse else given
         trace = train(strategy, model, optim, given)  # type: ignore[arg-type]
         weights = whole_model(strategy)
-        strategy.teardown()
+        strategy.leave()
     return trace, weights
 
 
@@ -118,13 +118,13 @@ def started(spec: Mapping[str, Any], name: str, recipe: Recipe, *, deferred: boo
     """A strategy with a model set up in this worker."""
     strategy: Strategy = STRATEGIES.build({"device": "cpu", "timeout_s": 60, **spec}, "strategy")
     try:
-        strategy.setup_environment()
-        with strategy.init_context() if deferred else contextlib.nullcontext():
+        strategy.join()
+        with strategy.building() if deferred else contextlib.nullcontext():
             given = recipe.model(name)
         model, optim = strategy.setup(given, recipe.optim())
         yield Session(strategy, model, optim)  # type: ignore[arg-type]
     finally:
-        strategy.teardown()
+        strategy.leave()
         dist.destroy_process_group()
 
 

@@ -214,14 +214,14 @@ def same_training(name: str, options: Mapping[str, Any], accumulate: int = 2) ->
         for make in (lambda: SingleDeviceStrategy(device="cpu"), lambda: MeshStrategy(device="cpu", **options)):
             with alone() if not found else torch.enable_grad():
                 strategy = make()
-                strategy.setup_environment()
+                strategy.join()
                 model, optim = strategy.setup(_model(name), _optim(accumulate))
                 trace = train(strategy, model, optim, global_windows)  # type: ignore[arg-type]
                 outputs = None if name == "weighed" else _outputs(strategy, model, inputs)
                 found.append((trace, whole_model(strategy), outputs))
                 reports = strategy.topology.reports
                 index, count = strategy.topology.shard
-                strategy.teardown()
+                strategy.leave()
                 if len(found) == 2:
                     dist.destroy_process_group()
     (expected, weights, outputs), (trace, found_weights, found_outputs) = found
@@ -388,7 +388,7 @@ def ran(spec: Mapping[str, Any], shards: int, folder: Path) -> tuple[dict[str, T
         loss = runner.message_hub.get_scalar("train/loss").mean()
         return whole_model(runner.strategy), runner.val(), loss
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
 
 
 def ran_alike(spec: Mapping[str, Any], shards: int, folder: Path) -> None:
@@ -464,7 +464,7 @@ def early(kind: str, folder: Path) -> tuple[str, int]:
     except StrategyError as error:
         return str(error), hook.begun
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
     return "", hook.begun
 
 
@@ -483,7 +483,7 @@ def dropped() -> tuple[list[Tensor], Tensor, Tensor]:
     torch.set_num_threads(1)
     torch.manual_seed(5)
     strategy = MeshStrategy(device="cpu", cp=2, cp_kind="ulysses")
-    strategy.setup_environment()
+    strategy.join()
     model, optim = strategy.setup(Plain(dropout=0.5), _optim(1))
     masks: list[Tensor] = []
 
@@ -493,7 +493,7 @@ def dropped() -> tuple[list[Tensor], Tensor, Tensor]:
 
     model.layers[0].drop.register_forward_hook(note)  # type: ignore[union-attr, index]
     trace = train(strategy, model, optim, [[sample("plain", 4, seed)] for seed in range(2)])  # type: ignore[arg-type]
-    strategy.teardown()
+    strategy.leave()
     dist.destroy_process_group()
     assert not any(bool(mask.any()) for mask in masks[:-4])  # what is compared drops nothing
     return masks[-4:], torch.get_rng_state(), torch.tensor(trace.losses)
@@ -769,7 +769,7 @@ def refused(models: Mapping[str, Callable[[], nn.Module]]) -> dict[str, str]:
     for name, make in models.items():
         torch.manual_seed(7)
         strategy = MeshStrategy(device="cpu", cp=2, cp_kind="ulysses")
-        strategy.setup_environment()
+        strategy.join()
         model, optim = strategy.setup(make(), _optim(1))
         try:
             train(strategy, model, optim, [[sample("plain", 4, 0)]] * 2)  # type: ignore[arg-type]
@@ -777,7 +777,7 @@ def refused(models: Mapping[str, Callable[[], nn.Module]]) -> dict[str, str]:
                 assert (model.calls, float(model.seen)) == (2, 2.0)
         except StrategyError as error:
             found[name] = str(error)
-        strategy.teardown()
+        strategy.leave()
         dist.destroy_process_group()
     return found
 

@@ -96,7 +96,7 @@ def trained(
 ) -> tuple[Any, dict[str, Tensor]]:
     strategy: Any = STRATEGIES.build({"device": "cpu", "timeout_s": 60, **spec}, "strategy")
     try:
-        strategy.setup_environment()
+        strategy.join()
         optim = OptimWrapper(
             dict(type="SGD", lr=0.1, momentum=0.9), accumulative_counts=2, clip_grad=dict(max_norm=0.5)
         )
@@ -105,7 +105,7 @@ def trained(
             trace = train(strategy, called, wrapper, [[batch(2 * i + j, length) for j in (0, 1)] for i in range(3)])
         return trace, {name: weight.clone() for name, weight in whole_model(strategy).items()}
     finally:
-        strategy.teardown()
+        strategy.leave()
 
 
 def compare(spec: Mapping[str, Any], model: Callable[[], nn.Module], length: int = ODD) -> None:
@@ -216,7 +216,7 @@ def seen_in_training(spec: Mapping[str, Any]) -> tuple[set[tuple[tuple[int, ...]
     strategy: Any = STRATEGIES.build({"device": "cpu", "timeout_s": 60, **spec}, "strategy")
     logits: list[Any] = []
     try:
-        strategy.setup_environment()
+        strategy.join()
         optim = AmpOptimWrapper(dict(type="SGD", lr=0.1), dtype="bfloat16")
         model, optim = strategy.setup(made("llama", vocab_size=200, tie_word_embeddings=True), optim)
         model.register_forward_hook(lambda _, args, output: logits.append(output.logits))
@@ -229,7 +229,7 @@ def seen_in_training(spec: Mapping[str, Any]) -> tuple[set[tuple[tuple[int, ...]
             model(batch()["input_ids"])
         return local.seen, [f"{type(one).__name__} {tuple(one.shape)}" for one in logits]
     finally:
-        strategy.teardown()
+        strategy.leave()
 
 
 @pytest.mark.parametrize("spec", [TP, SEQUENCE], ids=["plan", "sequence"])

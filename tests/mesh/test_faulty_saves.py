@@ -53,7 +53,7 @@ def die_while_saving(mesh: str, folder: Path, rank: int, step: int) -> bool:
         for number, window in enumerate(data(model, RECIPE, 2), 1):
             train(session.strategy, session.model, session.optim, [window])
             state: dict[str, Any] = {
-                **session.strategy.state_dict(),
+                **session.strategy.state(),
                 "optim.wrapper": session.optim.plain_values(),
                 "number": number,
             }

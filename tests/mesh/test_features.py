@@ -110,7 +110,7 @@ def run(strategy: Mapping[str, Any], folder: Path, shards: int, **options: Any) 
         made.train()
         return whole_model(made.strategy), made.val()
     finally:
-        made.strategy.teardown()
+        made.strategy.leave()
 
 
 def assert_same(found: Result, expected: Result) -> None:
@@ -151,7 +151,7 @@ def resumed(mesh: str, folder: Path) -> None:
     expected, is_first = of_one_device("plain"), os.environ["RANK"] == "0"
     made = runner(spec, folder / "mesh", shards, train_cfg=dict(by_epoch=True, max_epochs=1))
     made.train()
-    made.strategy.teardown()
+    made.strategy.leave()
     if is_first:
         with alone():
             assert_same(run(ONE, folder / "one", 1, resume=True, load_from=str(folder / "mesh" / "epoch_1")), expected)
@@ -173,13 +173,13 @@ def evaluated(mesh: str, folder: Path) -> dict[str, Any]:
     with alone():
         made = runner(ONE, folder / f"one{path.stem}", 1, load_from=str(path))
         expected = made.val()
-        made.strategy.teardown()
+        made.strategy.leave()
     made = runner(spec, folder / "mesh", shards, load_from=str(folder / "weights0.pth"))
     try:
         found = made.val()
         same_tensors(whole_model(made.strategy), {f"model.{n}": p for n, p in model.named_parameters()}, "weights")
     finally:
-        made.strategy.teardown()
+        made.strategy.leave()
     assert found == expected
     return found
 
@@ -222,7 +222,7 @@ def is_compiled_without_units(mesh: str, folder: Path) -> bool:
         made.train()
         return is_compiled(made.strategy.module)
     finally:
-        made.strategy.teardown()
+        made.strategy.leave()
 
 
 @pytest.mark.full

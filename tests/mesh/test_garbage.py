@@ -63,14 +63,14 @@ def layers_left(wrap: str | None) -> int:
     """In a worker: how many layers of a model exist after a pipeline has cut it."""
     strategy = MeshStrategy(device="cpu", pp=2, wrap=wrap)
     try:
-        strategy.setup_environment()
+        strategy.join()
         model: Any = build("plain")
         layers = [weakref.ref(layer) for layer in model.layers]
         strategy.setup(model, RECIPES["adamw"].optim())
         gc.collect()
         return sum(layer() is not None for layer in layers)
     finally:
-        strategy.teardown()
+        strategy.leave()
         dist.destroy_process_group()
 
 

@@ -320,7 +320,7 @@ def evaluated() -> None:
                 {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
             )
             torch.testing.assert_close(found, one.eval()(**ids))
-        assert (found is None) == (session.strategy.rank == 0)
+        assert (found is None) == (session.strategy.topology.rank == 0)
 
 
 @pytest.mark.distributed

@@ -53,14 +53,14 @@ def attend(kind: str, dtype: torch.dtype) -> None:
     """In a worker: compare every mask, with more heads of queries than of keys, another width of values, and a scale."""
     torch.set_num_threads(1)
     strategy = MeshStrategy(device="cpu", cp=-1)
-    strategy.setup_environment()
+    strategy.join()
     mesh = strategy.layout.over("cp")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring, "TILE", 5)
         for rule in RULES:
             for has_documents in (False, True):
                 _compare(SequenceAttention(kind, mesh), rule, has_documents, dtype)
-    strategy.teardown()
+    strategy.leave()
     dist.destroy_process_group()
 
 
@@ -123,7 +123,7 @@ def with_dropout(is_broken: bool) -> Tensor:
 
 def _mesh() -> torch.distributed.device_mesh.DeviceMesh:
     strategy = MeshStrategy(device="cpu", cp=2)
-    strategy.setup_environment()
+    strategy.join()
     return init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
 

@@ -30,7 +30,7 @@ class Perceptron(nn.Module):
 class ForgetsOneRank(FSDPStrategy):
     "The last rank's gradients are left out of the sum."
     def run_window(self, window, step):
-        if self.rank < self.world_size - 1:
+        if self.topology.rank < self.topology.world_size - 1:
             return super().run_window(window, step)
         taken = [{{key: value.clone() for key, value in batch.items()}} for batch in window]
         for batch in taken:

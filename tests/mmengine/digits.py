@@ -45,7 +45,7 @@ def train(folder: str, batch_size: int, **changes: Any) -> tuple[list[float], li
     runner.train()
     metrics = runner.test()
     hook = journal_of(runner)
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return hook.losses, hook.entries, metrics
 
 
@@ -81,5 +81,5 @@ def metrics_with_tta(folder: str, **changes: Any) -> dict[str, Any]:
 
     runner = FlexibleRunner.from_cfg(with_tta(folder, **changes))
     metrics = runner.test()
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return metrics

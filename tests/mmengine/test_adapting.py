@@ -334,7 +334,7 @@ def evaluate(folder: str, metrics: list[Any], count: int) -> Any:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
 
 
 @pytest.mark.distributed
@@ -463,7 +463,7 @@ def means_after_validation(folder: str, strategy: str) -> list[float]:
     runner = FlexibleRunner(**given, **validation(), strategy=dict(type=strategy))
     runner.train()
     found = runner.strategy.module.norm.running_mean.tolist()
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return found
 
 

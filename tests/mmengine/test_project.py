@@ -210,7 +210,7 @@ def fresh_start(folder: str, pretrained: str, strategy: dict[str, Any] | None) -
     runner = FlexibleRunner.from_cfg(configuration(folder, model=dict(backbone=backbone), strategy=strategy))
     assert runner.model is not None  # builds it
     runner.save_checkpoint(folder, "start")
-    runner.strategy.teardown()
+    runner.strategy.leave()
 
 
 @pytest.mark.distributed

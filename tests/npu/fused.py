@@ -174,7 +174,7 @@ def joined(name: str, zero_first: bool = False) -> float:
             wrapper.backward(model(x).square().mean())
             wrapper.step()
         weights.append({key: tensor.cpu() for key, tensor in model.state_dict().items()})
-        strategy.teardown()
+        strategy.leave()
     return difference(*weights)
 
 
@@ -208,7 +208,7 @@ def refused(
         try:
             built.setup(model, build_optim_wrapper(wrapper))
         finally:
-            built.teardown()
+            built.leave()
             dist.destroy_process_group()
     except FlexTrainError as error:
         return f"{type(error).__name__}: {error}"
@@ -240,7 +240,7 @@ def misuse(name: str, how: str) -> str:
     except StrategyError as error:
         return str(error)
     finally:
-        strategy.teardown()
+        strategy.leave()
     return "nothing"
 
 

@@ -103,7 +103,7 @@ def trained_with_two_tiers(folder: Path, fast: Path) -> tuple[int, bool, list[st
     runner = make_runner(folder, dict(type="NPUStrategy"), 1, default_hooks=hooks, custom_hooks=[Looks()])
     runner.train()
     is_pinned = all(block.is_pinned() for block in runner._checkpoints.saver._staging.memory._blocks)
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return len(seen - {()}), is_pinned, saved
 
 

@@ -36,7 +36,7 @@ def train_there(folder: str, strategy: dict[str, Any]) -> tuple[list[float], lis
     runner = FlexibleRunner.from_cfg(cfg)
     runner.train()
     losses = journal_of(runner).losses
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return losses, devices
 
 

@@ -29,11 +29,11 @@ def switched(arguments: dict[str, Any]) -> list[dict[str, str]]:
     options.clear()
     strategy = NPUStrategy(**arguments)
     seen = [dict(options)]
-    strategy.setup_environment()
+    strategy.join()
     seen.append(dict(options))
     options.clear()
-    strategy.setup_environment()
-    strategy.teardown()
+    strategy.join()
+    strategy.leave()
     return [*seen, dict(options)]
 
 
@@ -55,9 +55,7 @@ def switched(arguments: dict[str, Any]) -> list[dict[str, str]]:
         ),
     ],
 )
-def test_switches_are_set_once_by_setup_environment(
-    npu1: Any, arguments: dict[str, Any], expected: dict[str, str]
-) -> None:
+def test_switches_are_set_once_by_join(npu1: Any, arguments: dict[str, Any], expected: dict[str, str]) -> None:
     assert npu1.run(switched, arguments) == [[{}, expected, {}]]
 
 
@@ -65,7 +63,7 @@ def wrong_option() -> str:
     from flextrain import ConfigError, NPUStrategy
 
     with pytest.raises(ConfigError) as caught:
-        NPUStrategy(options=dict(ACL_OP_DEBUG_LEVEL=7)).setup_environment()
+        NPUStrategy(options=dict(ACL_OP_DEBUG_LEVEL=7)).join()
     return str(caught.value)
 
 
@@ -101,9 +99,9 @@ def sums(**options: Any) -> list[tuple[str, float]]:
     from flextrain.core.comm.collectives import all_reduce
 
     strategy = NPUStrategy(**options)
-    strategy.setup_environment()
+    strategy.join()
     found = [all_reduce(torch.ones((), device=device)) for device in (strategy.device, "cpu")]
-    strategy.teardown()
+    strategy.leave()
     return [(tensor.device.type, tensor.item()) for tensor in found]
 
 
@@ -113,7 +111,7 @@ def test_processes_talk_about_what_is_on_the_cpu_too(npu2: Any, backend: str | N
 
 
 def test_no_device_is_one_error(simulated_npu: Path) -> None:
-    program = "from flextrain import NPUStrategy; NPUStrategy().setup_environment()"
+    program = "from flextrain import NPUStrategy; NPUStrategy().join()"
     done = python("-c", program, ASCEND_RT_VISIBLE_DEVICES="")
     message = 'strategy.device: "npu" is not usable on this machine, no such device was found'
     assert message in done.stderr.splitlines()[-1]
@@ -154,7 +152,7 @@ def logged(folder: Path) -> tuple[str, float]:
     runner = make_runner(folder, NPU, 1, log_level="INFO", default_hooks=dict(checkpoint=None, logger=dict(interval=4)))
     ballast = torch.empty(300 * 2**18, device="npu")  # 300 MiB in float32
     runner.train()
-    runner.strategy.teardown()
+    runner.strategy.leave()
     (log,) = folder.rglob("*.log")
     return log.read_text(), ballast.numel() * 4 / 2**20
 
@@ -207,7 +205,7 @@ def half(dtype: str, *, bfloat16: bool = True, infinite: bool = True) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         npu.get_amp_supported_dtype, npu.utils.is_support_inf_nan = before
-        strategy.teardown()
+        strategy.leave()
     return "nothing"
 
 

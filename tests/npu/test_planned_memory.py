@@ -24,7 +24,7 @@ def lines(folder: Path, plan: dict[str, Any], strategy: str, world_size: int, **
         log = Path(runner.log_dir, f"{runner.timestamp}.log")
         return [line for line in log.read_text().splitlines() if "plan" in line] if runner.rank == 0 else []
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
 
 
 def plan_of(strategy: str, world_size: int, peaks: list[float]) -> dict[str, Any]:

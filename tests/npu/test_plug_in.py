@@ -57,7 +57,7 @@ from flextrain.core.device.device import DEVICES
 assert "my_package" not in sys.modules
 for device in ("toy", None):
     strategy = DDPStrategy(device=device)
-    strategy.setup_environment()
+    strategy.join()
     print(strategy.device, DEVICES["toy"].group_backend)
 """
 

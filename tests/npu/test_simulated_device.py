@@ -133,13 +133,13 @@ def reduced() -> tuple[str, list[float], str]:
     from flextrain import NPUStrategy
 
     strategy = NPUStrategy()
-    strategy.setup_environment()
-    value = torch.full((2,), float(strategy.rank + 1), device=strategy.device)
+    strategy.join()
+    value = torch.full((2,), float(strategy.topology.rank + 1), device=strategy.device)
     dist.all_reduce(value)
     whole = torch.ones(1)
     dist.all_reduce(whole)
     backend = dist.get_backend_config()
-    strategy.teardown()
+    strategy.leave()
     return str(strategy.device), [*value.tolist(), *whole.tolist()], backend
 
 

@@ -115,7 +115,7 @@ def offloaded(folder: Path, is_built: bool) -> tuple[list[float], list[float], d
     runner = make_runner(folder / "npu", OFFLOADED, 2, model=model, custom_hooks=[history])
     runner.train()
     places = {name: tensor.device.type for name, tensor in runner.strategy.model_state().items()}
-    runner.strategy.teardown()
+    runner.strategy.leave()
     torch.manual_seed(5)
     return history.losses, train_on_cpu(folder / "cpu", model=Scaled() if is_built else Scaled), places
 

@@ -88,7 +88,7 @@ def waits(folder: Path, strategy: Mapping[str, Any], **changes: Any) -> dict[int
         runner.train()
     finally:
         torch_npu.watch(None)
-        runner.strategy.teardown()
+        runner.strategy.leave()
     return {update: found for update, found in seen.items() if update}
 
 

@@ -57,13 +57,13 @@ def refused(**options: Any) -> str:
     before, utils.is_support_inf_nan = utils.is_support_inf_nan, lambda: False
     strategy = DeepSpeedStrategy(device="npu", **options)
     try:
-        strategy.setup_environment()
+        strategy.join()
     except FlexTrainError as error:
         return f"{type(error).__name__}: {error}"
     finally:
         utils.is_support_inf_nan = before
         os.environ["ASCEND_HOME_PATH"] = home
-        strategy.teardown()
+        strategy.leave()
     return "nothing"
 
 

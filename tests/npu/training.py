@@ -102,4 +102,4 @@ def _run(folder: Path, strategy: Mapping[str, Any], world_size: int, **changes: 
         runner.train()
         return history.losses, history.devices
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()

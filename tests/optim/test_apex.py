@@ -150,7 +150,7 @@ def test_a_checkpoint_holds_the_masters(tmp_path: Path) -> None:
     model, wrapper, strategy = prepared("O2")
     for x in batches():
         update(model, wrapper, x)
-    state = strategy.state_dict()
+    state = strategy.state()
     assert {value.dtype for key, value in state.items() if key.startswith(("model.", "optim.state."))} == {FULL}
     assert not torch.equal(state["model.first.weight"], model.first.weight)  # it has digits that half precision lacks
     path = save_checkpoint(tmp_path / "a", state)
@@ -158,9 +158,9 @@ def test_a_checkpoint_holds_the_masters(tmp_path: Path) -> None:
     twin, twin_wrapper, twin_strategy = prepared("O2")
     twin_wrapper.load_plain_values(wrapper.plain_values())
     saved = Checkpoint.open(path)
-    template = twin_strategy.load_template(saved.saved)
+    template = twin_strategy.template(saved.saved)
     saved.load(template)
-    twin_strategy.load_state_dict({**saved.values, **template})
+    twin_strategy.load({**saved.values, **template})
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(a, b)
         assert torch.equal(wrapper.master(a), twin_wrapper.master(b))

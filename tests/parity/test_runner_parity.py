@@ -147,7 +147,7 @@ def runner(strategy: dict[str, Any] | None, folder: Path, world_size: int, model
     try:
         yield made
     finally:
-        made.strategy.teardown()
+        made.strategy.leave()
 
 
 @dataclass

@@ -161,12 +161,12 @@ def save(folder, strategy, world_size, *arguments):
         trained, topology = training.strategy, training.strategy.topology
         save_checkpoint(
             folder,
-            trained.state_dict(),
+            trained.state(),
             per_rank={"rng": rng_state(trained.device)} if topology.reports else None,
             number=topology.data.index,
             written_by={"flextrain": __version__, "strategy": type(trained).__name__},
         )
-        trained.teardown()
+        trained.leave()
 
 
 def sent(rank):

@@ -61,7 +61,7 @@ def both(strategy, *arguments, changes=None):
         training = Training(arguments_for(job, given)[0], job)
         real = training.run()
         held = held_by(training.strategy)
-        training.strategy.teardown()
+        training.strategy.leave()
     own = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     with environ(**own):
         planned, facts = rehearse(job, int(own["RANK"]))

@@ -10,6 +10,7 @@ from flextrain.core.torch_compat.rehearsing_private import is_fake, quick_fake_m
 from flextrain.plan.ledger import Ledger, Network
 from flextrain.strategies.base import Strategy
 from flextrain.strategies.config import Needs
+from flextrain.strategies.parts import rehearsed
 
 
 def test_a_version_of_torch_that_was_not_checked_is_one_line(monkeypatch):
@@ -81,9 +82,9 @@ def test_what_needs_real_processes_cannot_be_rehearsed():
     class Threads(Strategy):
         needs = Needs(processes="its ranks are real")
 
-    assert Threads().for_rehearsal() is None
+    assert rehearsed(Threads()) is None
     ordinary = Strategy()
-    assert ordinary.for_rehearsal() is ordinary
+    assert rehearsed(ordinary) is ordinary
 
 
 def test_memory_is_announced_to_books_that_are_open():

@@ -82,7 +82,7 @@ def make_runner(folder: Path, **changes: Any) -> Any:
     runner.visualizer.belong_to_run(
         runner.experiment_name, folder / "vis_data", {"max_epochs": 2}, reports=runner.rank == 0
     )
-    runner.strategy.named_parameters = lambda: runner.strategy.module.named_parameters()
+    runner.strategy.parameters = lambda: runner.strategy.module.named_parameters()
     runner.log_file = Path(runner.log_dir) / f"{runner.timestamp}.log"
     runner.logger = setup_logger("INFO", runner.log_file, runner.rank)
     runner.lines = lambda: [line.partition(" - INFO - ")[2] for line in runner.log_file.read_text().splitlines()]
@@ -164,7 +164,7 @@ def new_run(tmp_path: Path, quick: None) -> Iterator[Callable[..., FlexibleRunne
 
     yield make
     for run in runs:
-        run.strategy.teardown()
+        run.strategy.leave()
     close_logger()
 
 

@@ -17,7 +17,7 @@ class Copies(Strategy):
 
     def _arrange(self) -> Topology:
         names = ("copy", "data") if self.apart else ("data", "copy")
-        half = self.world_size // 2
+        half = self.topology.world_size // 2
         mesh = init_device_mesh("cpu", (2, half) if self.apart else (half, 2), mesh_dim_names=names)
         part, copy = mesh.get_local_rank("data"), mesh.get_local_rank("copy")
         return Topology(

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from flextrain import BaseMetric, FlexibleRunner, Hook
 from flextrain.runner.hooks import EMAHook
+from flextrain.strategies.parts import meet
 
 from ..ports import reserved_port
 
@@ -130,7 +131,7 @@ def sleep(runner: Any) -> None:
 
 def meet_nobody(runner: Any) -> None:
     """Wait in the store, where nothing tells of a process that has left."""
-    runner.strategy.meet("a call that rank 1 does not make")
+    meet(runner.strategy, "a call that rank 1 does not make")
 
 
 class StoreEnds(Hook):
@@ -143,7 +144,7 @@ class StoreEnds(Hook):
         if runner.iter == AT and runner.rank == 1:
             os.kill(int(os.environ[KEEPER]), self.number)
         if runner.iter >= AT:  # the signal takes effect a moment later
-            runner.strategy.meet("a call of all ranks")
+            meet(runner.strategy, "a call of all ranks")
 
 
 @dataclass

@@ -149,11 +149,11 @@ def life(folder: Path, make: Callable[[], dict[str, Any]], **resume: Any) -> Non
     runner = _runner(folder, make(), SaveEvery({1}))
     runner.train()
     runner.test()
-    runner.strategy.teardown()
+    runner.strategy.leave()
     resumed = _runner(folder, make(), FailAt(3), resume=dict(path=str(folder / "iter_1"), **resume))
     with pytest.raises(Stop):
         resumed.train()
-    resumed.strategy.teardown()
+    resumed.strategy.leave()
 
 
 def _runner(folder: Path, own: dict[str, Any], *hooks: Hook, **more: Any) -> FlexibleRunner:

@@ -41,10 +41,10 @@ class Stages(Strategy):
     """Forward of all micro-batches, then backward of all, from stage to stage; half of all processes are first stages."""
 
     def _arrange(self) -> Topology:
-        half = self.world_size // 2
+        half = self.topology.world_size // 2
         mesh = init_device_mesh("cpu", (2, half), mesh_dim_names=("pp", "dp"))
         self._stage, part = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
-        self._other = (self.rank + half) % self.world_size
+        self._other = (self.topology.rank + half) % self.topology.world_size
         return Topology(
             data=DataShard(part, half, mesh.get_group("dp")),
             reports=self._stage == 1,

@@ -15,6 +15,7 @@ from flextrain.core.base.errors import CheckpointError
 from flextrain.core.checkpoint import Checkpoint, find_latest, is_checkpoint
 from flextrain.core.checkpoint import save as saving
 from flextrain.runner.hooks import Hook
+from flextrain.strategies.parts import check_replicas
 from flextrain.testing import WorkerGroup
 
 from .training import Watch, make_runner, validation, whole_state
@@ -138,7 +139,7 @@ def trained_in_parts(folder: Path, strategy: dict[str, Any], async_save: bool) -
             key: value.full_tensor() if hasattr(value, "full_tensor") else value
             for key, value in whole_state(runner).items()
         }
-        runner.strategy.teardown()
+        runner.strategy.leave()
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 
@@ -177,7 +178,7 @@ class ChecksMeanwhile(Hook):
             if runner.rank == 0:
                 assert self.has_written.wait(60)
                 time.sleep(0.2)  # for the message of the thread that writes, with which this one must not be mixed up
-            runner.strategy.check_replicas()
+            check_replicas(runner.strategy)
             self.has_compared.set()
 
 
@@ -191,7 +192,7 @@ def compared_while_saving(folder: str) -> list[int]:
             folder, train_cfg=cfg, strategy="ddp", default_hooks=dict(checkpoint=checkpoint), custom_hooks=[hook]
         )
         runner.train()
-        runner.strategy.teardown()
+        runner.strategy.leave()
     return [Checkpoint.open(Path(folder) / f"iter_{done}").values["loop"]["iter"] for done in (1, 2, 3)]
 
 

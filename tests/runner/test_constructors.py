@@ -61,14 +61,14 @@ def trained(folder: str, strategy: Any, batch_size: int, **changes: Any) -> dict
         folder, **{**SETTINGS, "strategy": strategy, "train_dataloader": data, "custom_hooks": hooks, **changes}
     )
     runner.train()
-    state = runner.strategy.state_dict()
+    state = runner.strategy.state()
     groups = {key: value for key, value in state.items() if key.startswith("optim.group.")}
     result = {
         "losses": [float(loss) for loss in watch.losses],
         "groups": {key: value for key, value in groups.items() if key.split(".")[-1] in KEYS},
         "seen": dict(LayerDecay.seen),
     }
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return result
 
 
@@ -106,7 +106,7 @@ def refused(folder: str, strategy: Any) -> str:
     )
     with pytest.raises(ConfigError) as caught:
         runner.train()
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return str(caught.value)
 
 

@@ -108,7 +108,7 @@ def life(folder: str, strategy: type, at: int | None = None, **changes: Any) -> 
     state = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
     runner.save_checkpoint(folder, "end" if at is None else f"end_{at}")
     rank, log = runner.rank, Path(runner.log_dir)
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return {
         "trained": watch.trained,
         "losses": torch.stack(watch.losses),
@@ -215,7 +215,7 @@ def refused_sampler(folder: str) -> None:
         with pytest.raises(ConfigError, match=r"train_dataloader.sampler: DistributedSampler deals the data to 2 proc"):
             runner.train()
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
 
 
 def test_a_sampler_that_deals_by_rank_is_refused(tmp_path: Path, workers2: WorkerGroup) -> None:
@@ -228,7 +228,7 @@ def test_a_sampler_that_deals_by_rank_is_refused(tmp_path: Path, workers2: Worke
 class Old(DDPStrategy):
     @property
     def data_shard(self) -> tuple[int, int]:
-        return 0, self.world_size
+        return 0, self.topology.world_size
 
 
 def test_the_property_of_before_is_refused_by_name() -> None:
@@ -242,7 +242,7 @@ class Wrong(DDPStrategy):
     who: tuple[int, ...] = (0, 1)
 
     def _arrange(self) -> Topology:
-        return Topology(data=DataShard(0, 1), reports=self.rank in self.who)
+        return Topology(data=DataShard(0, 1), reports=self.topology.rank in self.who)
 
 
 class Nobody(Wrong):
@@ -251,12 +251,12 @@ class Nobody(Wrong):
 
 class WithoutGroup(DDPStrategy):
     def _arrange(self) -> Topology:
-        return Topology(data=DataShard(self.rank, 3))
+        return Topology(data=DataShard(self.topology.rank, 3))
 
 
 class OtherPlace(DDPStrategy):
     def _arrange(self) -> Topology:
-        return Topology(data=DataShard(1 - self.rank, 2, torch.distributed.group.WORLD))
+        return Topology(data=DataShard(1 - self.topology.rank, 2, torch.distributed.group.WORLD))
 
 
 class Forgets(SingleDeviceStrategy):
@@ -266,7 +266,7 @@ class Forgets(SingleDeviceStrategy):
 
 def test_a_topology_that_is_none_is_refused_by_name() -> None:
     with pytest.raises(StrategyError, match=r"Forgets._arrange: gave NoneType, return Topology\("):
-        Forgets().setup_environment()
+        Forgets().join()
 
 
 class SameIndex(DDPStrategy):
@@ -285,7 +285,7 @@ class Disagreeing(DDPStrategy):
     """Only rank 0 says that data are shared."""
 
     def _arrange(self) -> Topology:
-        return Topology(data=DataShard(0, 1)) if self.rank == 0 else Topology()
+        return Topology(data=DataShard(0, 1)) if self.topology.rank == 0 else Topology()
 
 
 class OneWrong(Wrong):
@@ -294,18 +294,18 @@ class OneWrong(Wrong):
     who = (0,)
 
     def _arrange(self) -> Topology:
-        return Topology(data=DataShard(3, 2)) if self.rank == 1 else super()._arrange()
+        return Topology(data=DataShard(3, 2)) if self.topology.rank == 1 else super()._arrange()
 
 
 def refusal(kind: type) -> str:
     strategy = kind()
     try:
         with pytest.raises(StrategyError) as caught:
-            strategy.setup_environment()
+            strategy.join()
         with pytest.raises(StrategyError, match="^Topology"):  # a second call does not take it for set up
-            strategy.setup_environment()
+            strategy.join()
     finally:
-        strategy.teardown()
+        strategy.leave()
     return str(caught.value)
 
 

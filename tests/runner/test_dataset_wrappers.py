@@ -208,7 +208,7 @@ def run(folder: Path | str, **changes: Any) -> Any:
     runner = make_runner(folder, train_dataloader=loader, train_cfg=dict(max_epochs=2), custom_hooks=hooks, **changes)
     runner.train()
     state = whole_state(runner)
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return watch.trained, state
 
 

@@ -50,7 +50,7 @@ def run(folder: str | Path, *more: Hook, **changes: Any) -> tuple[Watch, Any, di
     runner = make_runner(folder, **{"train_dataloader": loader(), **changes, "custom_hooks": hooks})
     runner.train()
     state = whole_state(runner)
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return watch, runner, state
 
 
@@ -313,7 +313,7 @@ def refused(folder: str, **changes: Any) -> str:
     except CheckpointError as error:
         return str(error)
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
     return "was not refused"
 
 
@@ -388,7 +388,7 @@ def resumed_at(folder: Path, stale: bool) -> int | str:
         except CheckpointError as error:
             return str(error)
         finally:
-            runner.strategy.teardown()
+            runner.strategy.leave()
         return watch.iterations[0]
 
 
@@ -426,7 +426,7 @@ def resumed_beside(folder: Path, unreadable: str) -> str:
         except CheckpointError as error:
             return str(error)
         finally:
-            runner.strategy.teardown()
+            runner.strategy.leave()
     return ""
 
 
@@ -458,7 +458,7 @@ def logged_losses(folder: Path, *more: Hook, batch_size: int = 2, **changes: Any
     runner.train()
     file = Path(runner.log_dir) / "vis_data" / "scalars.json"
     records = [json.loads(line) for line in file.read_text().splitlines()] if runner.rank == 0 else []
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return {record["iter"]: record["loss"] for record in records}
 
 

@@ -164,7 +164,7 @@ def trained(folder: str, data: Any, accumulate: int = 1, **changes: Any) -> list
     try:
         runner.train()
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
     return watch.trained
 
 

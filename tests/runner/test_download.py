@@ -95,7 +95,7 @@ def loaded(folder: str, source: str, home: str | None = None) -> dict[str, Any]:
         runner = make_runner(folder, model=partial(Net, dropout=0.0))
         runner.load_checkpoint(source)
         found = {name: value.clone() for name, value in runner.strategy.module.state_dict().items()}
-        runner.strategy.teardown()
+        runner.strategy.leave()
     return found
 
 
@@ -125,7 +125,7 @@ def test_load_from(tmp_path: Path, server: Server) -> None:
     )
     runner.train()
     found = runner.strategy.module.state_dict()
-    runner.strategy.teardown()
+    runner.strategy.leave()
     assert all(torch.equal(found[key], value) for key, value in state.items())
     logs = "".join(path.read_text() for path in (tmp_path / "run").rglob("*.log"))
     assert "Loaded the weights of http://127.0.0.1" in logs
@@ -328,7 +328,7 @@ def test_resume_beside_checkpoints_of_mmengine(
             runner = make_runner(tmp_path, resume=resume)
             with pytest.raises(CheckpointError) as caught:
                 runner.train()
-            runner.strategy.teardown()
+            runner.strategy.leave()
             assert str(caught.value) == (
                 f"{path}: cannot be resumed, it is no checkpoint of flextrain; as with those of MMEngine's runner, "
                 f'load_from="{path}" begins with its weights, resume=False or another work_dir begins anew'
@@ -336,5 +336,5 @@ def test_resume_beside_checkpoints_of_mmengine(
         torch.save({"state_dict": make_runner(tmp_path).model.state_dict()}, path)
         runner = make_runner(tmp_path, resume=True, load_from=str(path))  # what it says to do
         runner.train()
-    runner.strategy.teardown()
+    runner.strategy.leave()
     assert runner.iter > 0

@@ -156,7 +156,7 @@ def life(
         found["lines"] = [TIMES.sub("", line) for line in log.read_text().splitlines()]
         for file in sorted(path.glob("*epoch_*/*")):
             found["files"][f"{file.parent.name}/{file.name}"] = content(file)
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return found
 
 
@@ -346,7 +346,7 @@ def broken_on_one(folder: str, strategy: dict[str, Any]) -> str:
     runner = make_runner(folder, strategy=strategy, **{**validation(), "val_dataloader": dict(dataset=Broken(8))})
     with pytest.raises((ValueError, LaunchError)) as caught:
         runner.train()
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
@@ -551,7 +551,7 @@ def train_by_parts(folder: str) -> int:
     runner = make_runner(folder, model=ByParts, strategy=FSDP, train_cfg=dict(max_epochs=1), **validation())
     runner.train()
     done = runner.iter
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return done
 
 

@@ -80,7 +80,7 @@ def outcome(folder: str, strategy: dict[str, Any], **changes: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
 
 
 def end_without_rank_0(folder: str, strategy: dict[str, Any], **changes: Any) -> None:

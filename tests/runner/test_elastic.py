@@ -89,7 +89,7 @@ def train(folder: str, changes: dict[str, Any], until: int | None = None, **more
         except Stop:
             pass
         finally:
-            runner.strategy.teardown()
+            runner.strategy.leave()
     return {
         "trained": watch.trained,
         "losses": [float(loss) for loss in watch.losses],
@@ -379,7 +379,7 @@ def draws(folder: str, name: str) -> list[float]:
     """What this process draws first after resuming, from each generator."""
     runner = make_runner(folder, **setting(26, 2))
     runner.resume(Path(folder) / name)
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
 

@@ -31,7 +31,7 @@ def evaluate(folder: Path | str, call: str = "val", model: Any = None, **changes
     nothing = dict(train_dataloader=None, optim_wrapper=None, train_cfg=None)
     runner = make_runner(folder, **{**nothing, "model": model or fixed, **changes})
     metrics: dict[str, Any] = getattr(runner, call)()
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return metrics
 
 
@@ -318,7 +318,7 @@ def padded(folder: str, length: int, with_torchmetrics: bool) -> tuple[dict[str,
     from flextrain import DDPStrategy
 
     strategy = DDPStrategy()
-    strategy.setup_environment()
+    strategy.join()
     samples = Samples(length)
     sampler: Any = DistributedSampler(samples, shuffle=False)
     runner = FlexibleRunner(
@@ -327,7 +327,7 @@ def padded(folder: str, length: int, with_torchmetrics: bool) -> tuple[dict[str,
     runner.logger.addHandler(handler)
     metrics = runner.val()
     runner.logger.removeHandler(handler)
-    strategy.teardown()
+    strategy.leave()
     return metrics, lines
 
 

@@ -113,7 +113,7 @@ def run(
     }
     shard = runner.strategy.topology.shard
     place = (runner.epoch, runner.iter, runner.max_iters)
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return {
         "state": {key: value for key, value in state.items() if isinstance(value, Tensor)},
         "losses": [float(loss) for loss in seen.losses],

@@ -66,7 +66,7 @@ def trained(
         state = {**state, **live}
         return {k: v.full_tensor() if isinstance(v, (DTensor, FlatShard)) else v for k, v in state.items()}
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
 
 
 def resumed(folder: Path, strategy: str, **changes: Any) -> dict[str, Any] | str:
@@ -151,7 +151,7 @@ def test_the_base_of_a_resumed_run_is_that_of_the_first(tmp_path: Path) -> None:
 def prints_of_stages() -> dict[str, str]:
     """In a worker: those of two stages of a pipeline, which both hold a tied parameter."""
     strategy = DDPStrategy(device="cpu")
-    strategy.setup_environment()
+    strategy.join()
     whole = dict(HalfFrozen().named_parameters())
     names = [{"net.0.weight", "net.0.bias"}, {"net.0.weight", "net.3.bias"}][dist.get_rank()]
     for name, parameter in whole.items():
@@ -159,7 +159,7 @@ def prints_of_stages() -> dict[str, str]:
     found = FrozenPrints().of({name: whole[name] for name in names})
     with alone_here():
         assert found == FrozenPrints().of({name: whole[name] for name in found})
-    strategy.teardown()
+    strategy.leave()
     return found
 
 

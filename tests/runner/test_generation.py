@@ -15,6 +15,7 @@ from flextrain import BaseMetric, ConfigError, FlexibleRunner, Hook
 from flextrain.core.base.errors import StrategyError
 from flextrain.runner.loops.evaluate import calls_generate
 from flextrain.runner.predictions import check_generates
+from flextrain.strategies.parts import full_weights
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import alone
 from tests.strategies.whole_models import VOCABULARY, language_model
@@ -306,7 +307,7 @@ def test_what_cannot_be_generated_from_is_said_in_one_line(tmp_path: Path) -> No
     with pytest.raises(
         ConfigError, match=r"^full_weights\.ranks: 0 is not allowed, give numbers from 0 to 0 in a list$"
     ):
-        runner.strategy.full_weights(ranks=0).__enter__()  # type: ignore[arg-type]
+        full_weights(runner.strategy, ranks=0).__enter__()  # type: ignore[arg-type]
     runner.close()
 
 

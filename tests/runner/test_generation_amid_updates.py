@@ -121,7 +121,7 @@ def trains(folder: str, strategy: dict[str, Any], kind: str, asks: bool) -> Any:
         runner.train()
     finally:
         Interrupted.runner = None
-    weights = {name: plain(p).clone() for name, p in runner.strategy.named_parameters()}
+    weights = {name: plain(p).clone() for name, p in runner.strategy.parameters()}
     runner.close()
     return hook.losses, weights, hook.texts, Interrupted.texts
 

@@ -152,7 +152,7 @@ def sharded(folder: str, strategy: dict[str, Any]) -> tuple[str, str]:
     )  # fmt: skip
     with pytest.raises(CheckpointError) as caught:
         runner.train()
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return kinds[0], str(caught.value)
 
 

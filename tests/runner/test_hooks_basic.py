@@ -211,21 +211,21 @@ def test_an_overflow_does_not_move_the_schedule(new_run: Callable[..., FlexibleR
 
 def _buffers_after_sync(by_epoch: bool) -> list[tuple[float, int]]:
     strategy = DDPStrategy()
-    strategy.setup_environment()
+    strategy.join()
     module = nn.BatchNorm1d(2)
     strategy.setup(module)
     runner: Any = SimpleNamespace(strategy=strategy)
     hook, seen = SyncBuffersHook(), []
     for _ in range(2):
-        module.running_mean.fill_(1.0 + 2.0 * strategy.rank)  # type: ignore[union-attr]
-        module.num_batches_tracked.fill_(strategy.rank)  # type: ignore[union-attr]
+        module.running_mean.fill_(1.0 + 2.0 * strategy.topology.rank)  # type: ignore[union-attr]
+        module.num_batches_tracked.fill_(strategy.topology.rank)  # type: ignore[union-attr]
         if by_epoch:
             hook.after_train_epoch(runner)
             seen.append((float(module.running_mean[0]), int(module.num_batches_tracked)))  # type: ignore[index,arg-type]
-            module.running_mean.fill_(strategy.rank)  # type: ignore[union-attr]
+            module.running_mean.fill_(strategy.topology.rank)  # type: ignore[union-attr]
         hook.before_val_epoch(runner)
         seen.append((float(module.running_mean[0]), int(module.num_batches_tracked)))  # type: ignore[index,arg-type]
-    strategy.teardown()
+    strategy.leave()
     return seen
 
 

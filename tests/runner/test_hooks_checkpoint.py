@@ -495,7 +495,7 @@ def _train_together(folder: str, resume: bool, scores: list[float]) -> tuple[lis
 
     run.save_checkpoint = note  # type: ignore[method-assign]
     run.train()
-    run.strategy.teardown()
+    run.strategy.leave()
     return asked, saved(Path(folder))
 
 
@@ -516,7 +516,7 @@ def _try_a_folder(folder: str) -> str:
     runner = make_runner(folder, default_hooks=with_checkpoints(out_dir=out_dir))
     with pytest.raises(ConfigError) as caught:
         runner.train()
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return str(caught.value)
 
 

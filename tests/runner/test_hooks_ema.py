@@ -364,7 +364,7 @@ def test_half_weights_with_masters_are_averaged_in_float32_and_validated(
 
 def _average_of_shards() -> tuple[list[float], int, list[float]]:
     strategy = DDPStrategy()
-    strategy.setup_environment()
+    strategy.join()
     mesh = DeviceMesh("cpu", [0, 1])
     whole = torch.arange(6.0)
     weight = distribute_tensor(whole, mesh, [Shard(0)])
@@ -378,7 +378,7 @@ def _average_of_shards() -> tuple[list[float], int, list[float]]:
     seen = weight.full_tensor().tolist()
     average.swap_out()
     result = seen, shadow.to_local().numel(), weight.full_tensor().tolist()
-    strategy.teardown()
+    strategy.leave()
     return result
 
 

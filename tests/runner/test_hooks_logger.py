@@ -289,7 +289,7 @@ def _losses_in_log_lines(folder: str) -> tuple[list[float], list[float]]:
         launcher="pytorch",
     )
     run.train()
-    run.strategy.teardown()
+    run.strategy.leave()
     return seen, own
 
 

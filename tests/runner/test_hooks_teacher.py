@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flextrain import ConfigError, StrategyError
+from flextrain import ConfigError, DeepSpeedStrategy, StrategyError
 from flextrain.core.checkpoint import Checkpoint, FlatShard
 from flextrain.runner.hooks import Hook, TeacherHook
+from flextrain.strategies.parts import computed_with, take_written
 from flextrain.testing import WorkerGroup
 
 from .training import Samples, make_runner
@@ -195,9 +196,9 @@ def trained(folder: Path, strategy: dict[str, Any], epochs: int = 1, **changes: 
     runner.train()
     found = {
         name: (t.full_tensor() if isinstance(t, (DTensor, FlatShard)) else t.clone()).float()
-        for name, t in runner.strategy.computed_with().items()
+        for name, t in computed_with(runner.strategy).items()
     }
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return found
 
 
@@ -262,13 +263,11 @@ class Counted(nn.Linear):
 
 def test_engines_look_for_the_written_parameters_once() -> None:
     pytest.importorskip("deepspeed")
-    from flextrain.strategies.deepspeed.strategy import WrittenWeights
-
-    strategy, module = WrittenWeights.__new__(WrittenWeights), Counted(2, 2)
+    strategy, module = DeepSpeedStrategy(device="cpu"), Counted(2, 2)
     strategy._module = module
     for _ in range(3):
-        strategy.take_written(["weight"])
+        take_written(strategy, ["weight"])
     assert module.listed == 1
     module.late = nn.Parameter(torch.zeros(1))
-    strategy.take_written(["weight", "late"])
+    take_written(strategy, ["weight", "late"])
     assert module.listed == 2

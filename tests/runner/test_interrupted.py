@@ -84,7 +84,7 @@ def test_a_strategy_that_keeps_gradients_elsewhere_does_not_go_on(tmp_path: Path
         with pytest.raises(StrategyError, match="in the middle of an update"):
             runner.train()
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
 
 
 class Sizes(nn.Module):
@@ -126,8 +126,8 @@ class Dropping(SingleDeviceStrategy):
 
     dropped = 0
 
-    def drop_gradients(self) -> None:
-        super().drop_gradients()
+    def abort_update(self) -> None:
+        super().abort_update()
         self.dropped += 1
 
 

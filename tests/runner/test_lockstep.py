@@ -14,6 +14,7 @@ from flextrain import FlexibleRunner
 from flextrain.core.base.errors import CheckpointError, StrategyError
 from flextrain.core.comm import agreement as matched_calls
 from flextrain.core.comm import collectives as dist
+from flextrain.strategies.parts import meet
 from flextrain.testing import WorkerGroup
 
 from ..waiting import wait_until
@@ -70,8 +71,8 @@ def each_alone(folder: Path) -> list[str]:
         answers.append(heard(runner, name))
         came_out.touch()
     dist.barrier()
-    runner.strategy.meet("the end")
-    runner.strategy.teardown()
+    meet(runner.strategy, "the end")
+    runner.strategy.leave()
     return answers
 
 
@@ -87,7 +88,7 @@ def in_two_calls(folder: Path, *names: str) -> str:
     runner = small(folder, 3600.0)  # nobody waits that long: they find out when they meet
     runner.model  # noqa: B018 - set up, by all
     answer = heard(runner, names[runner.rank])
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return answer
 
 
@@ -106,13 +107,13 @@ def second_runner(folder: Path) -> str:
             make_runner(folder / "more", strategy=dict(type="DDPStrategy", timeout_s=0.5))
         message = str(caught.value)
     dist.barrier()
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return message
 
 
 def test_a_runner_that_only_one_makes(workers2: WorkerGroup, tmp_path: Path) -> None:
     message, _ = workers2.run(second_runner, tmp_path)
-    expected = "Strategy.setup_environment(): rank 1 did not come within 0.5 s, last seen in FlexibleRunner(); every"
+    expected = "Strategy.join(): rank 1 did not come within 0.5 s, last seen in FlexibleRunner(); every"
     assert message.startswith(expected)
 
 
@@ -126,7 +127,7 @@ def waited_for(folder: Path) -> list[str]:
         time.sleep(runner.rank)
         runner.val()
         runner.logger.removeHandler(lines)
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return lines.found
 
 

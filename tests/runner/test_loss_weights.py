@@ -87,7 +87,7 @@ def run(folder: str | Path, batch_size: int, accumulate: int, samples: Any = Non
         key: value.full_tensor() if isinstance(value, (DTensor, FlatShard)) else value
         for key, value in whole_state(runner).items()
     }
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return {
         "state": {key: value for key, value in state.items() if isinstance(value, Tensor)},
         "losses": [float(loss) for loss in watch.losses],

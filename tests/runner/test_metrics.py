@@ -357,7 +357,7 @@ def dumps_on_two(folder: str, call: str) -> str:
     except ConfigError as error:
         return str(error)
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
     return ""
 
 

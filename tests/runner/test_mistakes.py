@@ -66,7 +66,7 @@ def attempt(row: Row, folder: Path) -> Exception | None:
         return error
     finally:
         if runner is not None:
-            runner.strategy.teardown()
+            runner.strategy.leave()
     return None
 
 

@@ -36,7 +36,7 @@ def told(folder: Path, mistake: str) -> str:
         return str(error)
     finally:
         if runner is not None:
-            runner.strategy.teardown()
+            runner.strategy.leave()
     return "nothing"
 
 

@@ -103,11 +103,11 @@ def resumed(folder: str, strategy: Any, other: Any) -> list[tuple[Any, Any]]:
     first.train()
     expected = kept(first)
     assert expected[0] == len(expected[1]) == first.iter
-    first.strategy.teardown()
+    first.strategy.leave()
     second = make_runner(Path(folder) / "b", strategy=other, resume=str(Path(folder) / "a" / "iter_3"), **changes)
     second.train()
     found = kept(second)
-    second.strategy.teardown()
+    second.strategy.leave()
     return list(zip(found, expected, strict=True))
 
 
@@ -250,7 +250,7 @@ def refusal(folder: str, strategy: Any, model: Any) -> str:
     except StrategyError as error:
         return str(error)
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
     return "nothing"
 
 

@@ -16,6 +16,7 @@ from flextrain import BaseModel, ConfigError, FlexibleRunner, OptimWrapper, Opti
 from flextrain.core.base.registry import MODELS
 from flextrain.core.model.base_model import BaseDataPreprocessor
 from flextrain.runner.hooks import Hook
+from flextrain.strategies.parts import check_window
 
 from .training import SGD, Net, Samples, Watch, differences, make_runner, validation, whole_state
 
@@ -384,9 +385,11 @@ class Doubled(BaseDataPreprocessor):
 class Looking(SingleDeviceStrategy):
     """Computes the first batch before it is trained on, as context parallelism does."""
 
-    def check_window(self, window: Any, step: Any) -> None:
-        step.begin(0)
-        step.forward(window[0])
+
+@check_window.register(Looking)
+def look(strategy: Looking, window: Any, step: Any) -> None:
+    step.begin(0)
+    step.forward(window[0])
 
 
 def test_a_preprocessor_that_changes_the_first_batch_in_place(tmp_path: Path) -> None:

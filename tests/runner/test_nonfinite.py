@@ -521,7 +521,7 @@ def on_two(folder: str, *hooks: Hook, **changes: Any) -> str:
     checkpoint = dict(by_epoch=False, interval=2, max_keep_ckpts=2)
     options = {"train_dataloader": loader, "default_hooks": dict(checkpoint=checkpoint), **changes}
     try:
-        go(folder, *hooks, **options).strategy.teardown()
+        go(folder, *hooks, **options).strategy.leave()
     except NonFiniteError as error:
         return str(error)
     return ""
@@ -639,7 +639,7 @@ def weights_after(folder: str, updates: int, strategy: Changes, wrapper: Changes
         runner.model.train()
     state = runner.strategy.model_state().items()
     found = {n: t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for n, t in state}
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return found
 
 

@@ -237,16 +237,8 @@ CASES: list[Case] = [
         SingleDeviceStrategy,
         lambda kind: dict(strategy=kind(), transforms=[lambda model: model]),
         {
-            "computed_with": "TeacherHook calls it, see test_hooks_teacher",
-            "full_weights": "runner.generate() and metrics that use the model call it",
-            "state_left_out": "runner.export_hugging_face() calls it",
-            "take_written": "TeacherHook calls it, see test_hooks_teacher",
-            "drop_gradients": "no update of this life is interrupted, see test_interrupted",
-            "for_rehearsal": "flextrain plan calls it",
-            "note_initialised": "code that fills weights itself calls it",
-            "replicas": "several processes have replicas",
+            "abort_update": "no update of this life is interrupted, see test_interrupted",
         },
-        refused=("prepare",),
         id="Strategy",
     ),
     Case(

@@ -56,7 +56,7 @@ def oversee_two_runs(folder: Path) -> None:
         wait_until(lambda runner=runner: runner.oversight.heard == ["here", "here"])  # type: ignore[misc]
     dist.barrier()
     for runner in runners:
-        runner.strategy.teardown()
+        runner.strategy.leave()
     wait_until(lambda: threads() == before)
 
 

@@ -173,7 +173,7 @@ def run(folder: Path | str, train_cfg: dict[str, Any], accumulate: int = 1, **ch
     runner.train()
     found = (watch.trained, epochs.seen, torch.stack(watch.losses).tolist())
     state = whole_state(runner)
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return found, state
 
 
@@ -495,7 +495,7 @@ def built_before(folder: str) -> list[list[int]]:
     loader = FlexibleRunner.build_dataloader(dict(dataset=Samples(8), batch_size=2, collate_fn="default_collate"))
     runner = make_runner(folder, train_dataloader=loader, train_cfg=dict(max_epochs=1), custom_hooks=[watch])
     runner.train()
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return watch.trained
 
 
@@ -537,7 +537,7 @@ def statistics(folder: str, val_cfg: Any) -> Any:
     strategy = dict(type="FSDPStrategy")  # DistributedDataParallel would share them in every forward
     runner = make_runner(folder, model=Statistic, custom_hooks=[Differs()], strategy=strategy, **{**nothing, **parts})
     metrics = runner.val()
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return metrics
 
 

@@ -52,7 +52,7 @@ def trained(folder: Path | str, wrapper: Any = OptimWrapper, batch_size: int = 4
     runner.train()
     state = {key: value for key, value in whole_state(runner).items() if isinstance(value, Tensor)}
     state = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return state
 
 

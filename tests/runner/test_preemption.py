@@ -306,7 +306,7 @@ def end_by_rank(folder: Path, rank: int, point: str, strategy: str, done: int) -
     assert not differences(whole_state(second), whole_state(whole))
     facts = [first.iter, end.saved, end.what.partition(" on ")[0], second.train_loop.start_iter, latest.name]
     for runner in (whole, first, second):
-        runner.strategy.teardown()
+        runner.strategy.leave()
     return facts
 
 
@@ -366,7 +366,7 @@ def end_at_different_updates(folder: Path) -> tuple[int, str]:
     end = ended(runner)
     assert end.what.startswith("Ended by request_stop() on rank 0 on ")
     assert end.what.endswith(": enough")
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return runner.iter, end.saved
 
 
@@ -388,7 +388,7 @@ def end_apart(folder: Path, way: str) -> str:
     preemption, monitor = runner.oversight.preemption, runner.oversight.monitor
     assert monitor is not None
     if way == "left":
-        runner.strategy.teardown()
+        runner.strategy.leave()
         monitor.join(30)
     else:
         assert preemption.bulletin is not None
@@ -397,7 +397,7 @@ def end_apart(folder: Path, way: str) -> str:
     with pytest.raises(Terminated) as caught:
         terminate_and_wait()
     if way == "lost":
-        runner.strategy.teardown()
+        runner.strategy.leave()
     return caught.value.what
 
 

@@ -14,6 +14,7 @@ from flextrain import DivergenceError
 from flextrain.core.base.tensors import replica_of
 from flextrain.core.checkpoint import Checkpoint, is_checkpoint
 from flextrain.runner.hooks import Hook
+from flextrain.strategies.parts import replicas
 from flextrain.testing import WorkerGroup
 
 from .training import Net, SaveEvery, make_runner
@@ -51,7 +52,7 @@ def drifted(folder: str, what: str, in_background: bool) -> str:
     except DivergenceError as error:
         return str(error)
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
     return "nothing was raised"
 
 
@@ -100,7 +101,7 @@ def flipped(folder: str, strategy: dict[str, Any], count: int) -> list[tuple[str
     )
     runner.train()
     runner.save_checkpoint(folder, "before")
-    weights, optimizer = runner.strategy.replicas()
+    weights, optimizer = replicas(runner.strategy)
     held = {key: found[0] for key, tensor in {**weights, **optimizer}.items() if (found := replica_of(tensor))}
     # By address, because ZeRO has one counter of updates for all parameters of a group.
     first = {held[key].data_ptr(): key for key in reversed(held)}
@@ -121,7 +122,7 @@ def flipped(folder: str, strategy: dict[str, Any], count: int) -> list[tuple[str
             flip(held[key], bit)
         results.append((key, rank, said))
     runner.save_checkpoint(folder, "last")  # all bits are as they were
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return results
 
 
@@ -165,7 +166,7 @@ def found_between_saves(folder: str) -> tuple[int, str]:
     except DivergenceError as error:
         return runner.iter + 1, str(error)
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
     return 0, ""
 
 
@@ -199,7 +200,7 @@ def averages(folder: str) -> dict[str, Tensor]:
     runner.train()
     state = next(hook for hook in runner.hooks if hook.holds_weights).state_dict()
     found = {key: value.clone() for key, value in state.items() if key.startswith("averaged.norm.running")}
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return found
 
 

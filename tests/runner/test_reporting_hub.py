@@ -214,8 +214,8 @@ def test_a_history_names_what_is_no_scalar() -> None:
 def _losses_of_a_rank(values: list[list[Any]], reads_early: list[bool]) -> list[list[float]]:
     """The history after each log line, where this rank saw ``values`` of each interval."""
     strategy = DDPStrategy()
-    strategy.setup_environment()
-    rank = strategy.rank
+    strategy.join()
+    rank = strategy.topology.rank
     hub = MessageHub(history=4)
     seen = []
     for interval in values:
@@ -231,7 +231,7 @@ def _losses_of_a_rank(values: list[list[Any]], reads_early: list[bool]) -> list[
             seen.append(hub.get_scalar("train/loss").values)
         assert names == [], "it is on the host"
         assert all(isinstance(value, float) for value in seen[-1])
-    strategy.teardown()
+    strategy.leave()
     return [*seen, hub.get_scalar("train/other").values]
 
 

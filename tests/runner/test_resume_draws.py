@@ -49,7 +49,7 @@ def train(
     runner.train()
     runner.train_loop.data.close()
     state = whole_state(runner)
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return {"trained": watch.trained, "losses": torch.stack(watch.losses), "state": state}
 
 

@@ -138,7 +138,7 @@ def both_ranks_hear(folder: Path) -> str:
     runner = run(folder, resume=False)
     with pytest.raises(ConfigError) as caught:
         runner.train()
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return str(caught.value)
 
 
@@ -163,7 +163,7 @@ def both_ranks_hear_that_storage_fails(folder: Path) -> str:
         patch.setattr(Path, "glob", failing)
         with pytest.raises(StorageError) as caught:
             runner.train()
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return str(caught.value)
 
 
@@ -197,7 +197,7 @@ def test_the_line_for_users(tmp_path: Path) -> None:
     lock.release()
     first = run(tmp_path)
     run(tmp_path).train()  # that the first one exists is in nobody's way
-    first.strategy.teardown()
+    first.strategy.leave()
 
 
 def test_checkpoints_elsewhere_are_kept_apart_too(tmp_path: Path) -> None:

@@ -17,8 +17,10 @@ from flextrain import FlexibleRunner, SingleDeviceStrategy
 from flextrain.core.base.errors import ConfigError
 from flextrain.core.base.events import read_events
 from flextrain.runner.hooks import LoggerHook
+from flextrain.runner.reporting import opening
 from flextrain.runner.reporting.console import Table, log_table
 from flextrain.runner.reporting.model_outline import outline
+from flextrain.strategies.parts import state_memory
 from flextrain.strategies.parts.footprint import state_of_optimizer
 
 from .conftest import make_run
@@ -111,8 +113,8 @@ def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
     model[0].requires_grad_(False)
     strategy = SingleDeviceStrategy(device="cpu")
     strategy.setup(model, OptimWrapper(dict(type="Adam", lr=0.1)))
-    memory = strategy.state_memory()
-    strategy.teardown()
+    memory = state_memory(strategy)
+    strategy.leave()
     assert (memory.parameters, memory.gradients, memory.optimizer_state) == (160, 32, 2 * 32 + 4)
 
 
@@ -259,7 +261,7 @@ def test_a_strategy_that_cannot_tell_its_memory_trains_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path, train_cfg={"by_epoch": True, "max_epochs": 1})
-    monkeypatch.setattr(run.strategy, "state_memory", lambda: list[int]().pop())
+    monkeypatch.setattr(opening, "state_memory", lambda _: list[int]().pop())
     run.train()
     assert run.iter == 10
     assert "WARNING - No tables of the training: IndexError: pop from empty list\n" in log_of(run)

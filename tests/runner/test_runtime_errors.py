@@ -833,7 +833,7 @@ def fail_in_two(folder: str, name: str) -> str:
     except Exception as error:
         return type(error).__name__
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
     return "nothing"
 
 

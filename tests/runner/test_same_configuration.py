@@ -65,7 +65,7 @@ def another_model(folder: Path, way: str, strategy: dict[str, Any], is_built: bo
         with pytest.raises(StrategyError) as caught:
             runner.train()
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
     return str(caught.value)
 
 
@@ -112,7 +112,7 @@ def configured(folder: Path, changes: Callable[[int], dict[str, Any]]) -> str:
     except ConfigError as error:
         return str(error)
     runner.train()
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return ""
 
 
@@ -184,7 +184,7 @@ def built_otherwise(folder: Path, strategy: dict[str, Any]) -> str:
     runner = make_runner(folder, strategy=strategy, optim_wrapper=wrapper)
     with pytest.raises(StrategyError) as caught:
         runner.train()
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return str(caught.value)
 
 

@@ -61,7 +61,7 @@ def trained(folder: str, strategy: dict[str, Any], more: list[Any] | None = None
         for key, value in whole_state(runner).items()
     }
     state = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    runner.strategy.teardown()
+    runner.strategy.leave()
     losses = [float(loss) for loss in watch.losses]
     return {"state": state, "metrics": metrics.seen, "losses": losses, "trained": watch.trained}
 
@@ -191,7 +191,7 @@ def validated(folder: str, strategy: dict[str, Any], more: list[Any], **changes:
     runner = make_runner(folder, **NORMALISED, strategy=strategy, custom_hooks=[own, metrics, watch, *more], **changes)
     runner.train()
     seen = runner.strategy.module.seen
-    runner.strategy.teardown()
+    runner.strategy.leave()
     alone = nn.BatchNorm1d(6)
     for indices in watch.trained:
         alone(NORMALISED["train_dataloader"]["dataset"].x[indices])

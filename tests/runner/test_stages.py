@@ -62,7 +62,7 @@ def life(folder: str, strategy: type, processes: int, wrapper: dict[str, Any], *
     optim: Any = runner.optim_wrapper
     data = runner.strategy.topology.data
     losses = torch.stack([data.mean(loss.clone()) for loss in watch.losses])
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return dict(
         weights=weights,
         losses=losses,

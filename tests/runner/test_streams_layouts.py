@@ -92,7 +92,7 @@ def run(files: str, folder: str, layout: str, updates: int, workers: int = 0) ->
         reported = collectives.all_gather_object(float(loss) if topology.reports else None)
         known = [value for value in reported if value is not None]
         losses.append(sum(known) / len(known))
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return {"shard": topology.data.index, "samples": watch.samples, "losses": losses}
 
 

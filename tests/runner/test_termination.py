@@ -135,7 +135,7 @@ def fail_on_every_rank(folder: Path) -> None:
     runner = run(folder, At(5, lambda: fail(RuntimeError(f"lamp {rank} fell"))))
     with pytest.raises(RuntimeError, match="lamp"):
         runner.train()
-    runner.strategy.teardown()
+    runner.strategy.leave()
 
 
 @pytest.mark.distributed
@@ -165,7 +165,7 @@ def end_rank_1(folder: Path, how: str) -> str:
         runner = run(folder, At(5, then), default_hooks=dict(checkpoint=None), train_cfg=epochs)
         with pytest.raises((SystemExit, RuntimeError, KeyboardInterrupt)):
             runner.train()
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return printed.getvalue()
 
 

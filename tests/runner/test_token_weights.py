@@ -119,7 +119,7 @@ def run(
     runner.train()
     weights = {name: value.float() for name, value in whole_model(runner.strategy).items()}
     found = dist_mean(runner, watch.losses), [float(norm) for norm in watch.norms], weights
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return found
 
 

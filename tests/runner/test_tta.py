@@ -125,7 +125,7 @@ NO_TRAINING: dict[str, Any] = dict(train_dataloader=None, optim_wrapper=None, tr
 def evaluated(folder: Path | str, model: Any, **changes: Any) -> dict[str, Any]:
     runner = make_runner(folder, model=model, **{**NO_TRAINING, **augmented(), **changes})
     metrics = runner.test()
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return metrics
 
 
@@ -323,7 +323,7 @@ def on_two(folder: str, strategy: dict[str, Any], trains: bool) -> dict[str, Any
     )  # fmt: skip
     runner.train()
     metrics = runner.test()
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return metrics
 
 

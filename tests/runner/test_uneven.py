@@ -111,7 +111,7 @@ def train(
             runner.train()
             place = (runner.epoch, runner.iter, runner.max_iters)
         finally:
-            runner.strategy.teardown()
+            runner.strategy.leave()
     return {
         "trained": [[i % 100 for i in update] for update in watch.trained],
         "losses": [float(loss) for loss in watch.losses],
@@ -210,7 +210,7 @@ def train_on(folder: str, lengths: tuple[int, int], kind: str, **changes: Any) -
         runner.train()
         place = (runner.epoch, runner.iter, runner.max_iters)
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
     return {"trained": watch.trained, "place": place}
 
 
@@ -267,7 +267,7 @@ def evaluate(folder: str, kind: str, lengths: tuple[int, int]) -> Any:
     try:
         return [runner.val() for _ in range(2)]
     finally:
-        runner.strategy.teardown()
+        runner.strategy.leave()
 
 
 @pytest.mark.parametrize("lengths", [(5, 7), (3, 0), (0, 3)], ids=str)

@@ -14,6 +14,7 @@ from torch import nn
 
 from flextrain import FSDPStrategy, OptimWrapper
 from flextrain.core.base.errors import FlexTrainError
+from flextrain.strategies.parts import note_initialised, prepare
 from flextrain.testing import WorkerGroup
 
 from .training import Net, make_runner
@@ -40,7 +41,7 @@ def fills(runner: Any, names: Any = None) -> None:
     with torch.no_grad():
         for parameter in runner.model.parameters():
             nn.init.constant_(parameter, 0.1)
-    runner.strategy.note_initialised(names)
+    note_initialised(runner.strategy, names)
 
 
 def runs(folder: Path) -> dict[str, str]:
@@ -68,8 +69,8 @@ def runs(folder: Path) -> dict[str, str]:
     runner = make_runner(folder / "half filled", model=model, strategy=ZERO)
     fills(runner, [name for name in weights if name != first])
     found["half filled"] = said(runner.train)
-    found["misspelled"] = said(lambda: runner.strategy.note_initialised(f"{first}s"))
-    runner.strategy.note_initialised(first)
+    found["misspelled"] = said(lambda: note_initialised(runner.strategy, f"{first}s"))
+    note_initialised(runner.strategy, first)
     found["both halves"] = said(runner.train)
     shutil.rmtree(folder)
     return found
@@ -95,8 +96,10 @@ def own_loop() -> tuple[str, str]:
     """In a worker: what an update says before the weights have values, and after they were loaded."""
     strategy = FSDPStrategy(device="cpu", skip_init_weights=True)
     wrapper: Any
-    called, wrapper = strategy.prepare(
-        dict(type=nn.Linear, in_features=3, out_features=1), optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1))
+    called, wrapper = prepare(
+        strategy,
+        dict(type=nn.Linear, in_features=3, out_features=1),
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
     )
     assert isinstance(wrapper, OptimWrapper)
 
@@ -104,9 +107,9 @@ def own_loop() -> tuple[str, str]:
         wrapper.update_params(called(torch.ones(2, 3)).sum())
 
     first = said(update)
-    strategy.load_state_dict({f"model.{name}": tensor for name, tensor in strategy.model_state().items()})
+    strategy.load({f"model.{name}": tensor for name, tensor in strategy.model_state().items()})
     second = said(update)
-    strategy.teardown()
+    strategy.leave()
     return first, second
 
 

@@ -451,7 +451,7 @@ def _draw(folder: str, strategy: str) -> tuple[bool, int]:
     runner.train()
     is_idle = runner.visualizer._writer._thread is None
     rank = runner.rank
-    runner.strategy.teardown()
+    runner.strategy.leave()
     return is_idle, rank
 
 

@@ -174,7 +174,7 @@ def validation(length: int = 10, **dataloader: Any) -> dict[str, Any]:
 
 def whole_state(runner: FlexibleRunner) -> dict[str, Any]:
     """Everything that training has changed: weights and their averages, optimizer, schedules, loss scale."""
-    state = dict(runner.strategy.state_dict())
+    state = dict(runner.strategy.state())
     for hook in runner.hooks:
         state |= {f"hook.{key}": value for key, value in hook.state_dict().items()} if hook.holds_weights else {}
     state = {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()}

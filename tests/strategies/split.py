@@ -66,11 +66,11 @@ class SplitStrategy(Strategy):
     def _wrap(self, model: nn.Module) -> nn.Module:
         assert isinstance(model, Net)
         for i in range(4):
-            if i * self.world_size // 4 != self.rank:
+            if i * self.topology.world_size // 4 != self.topology.rank:
                 del model.layers[str(i)]
-        if self.rank > 0:
+        if self.topology.rank > 0:
             del model.embed
-        if self.rank < self.world_size - 1:
+        if self.topology.rank < self.topology.world_size - 1:
             del model.head
         return model
 

@@ -39,10 +39,10 @@ class CutsBatches(ForwardFirst):
     """All processes have the same data, and each computes with a part of every batch, as context parallelism does."""
 
     def _arrange(self) -> Topology:
-        return Topology(data=DataShard(0, 1), reports=self.rank == 0)
+        return Topology(data=DataShard(0, 1), reports=self.topology.rank == 0)
 
     def split(self, batch: Any) -> Any:
-        return {name: part.tensor_split(self.world_size)[self.rank] for name, part in batch.items()}
+        return {name: part.tensor_split(self.topology.world_size)[self.topology.rank] for name, part in batch.items()}
 
     def run_window(self, window: Sequence[Any], step: TrainStep) -> dict[str, Tensor]:
         own = super().run_window(window, step)
@@ -50,4 +50,4 @@ class CutsBatches(ForwardFirst):
 
     def evaluate(self, batch: Any, step: EvalStep) -> Any:
         parts = dist.all_gather_object(step.predict(batch))
-        return torch.cat(parts) if self.rank == 0 else None
+        return torch.cat(parts) if self.topology.rank == 0 else None

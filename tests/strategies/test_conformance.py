@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from flextrain import (
     STRATEGIES,
     ConfigError,
     DDPStrategy,
-    FSDPStrategy,
     OptimWrapper,
     SingleDeviceStrategy,
     Strategy,
@@ -29,6 +27,7 @@ from flextrain.core.comm import collectives as dist
 from flextrain.core.comm.topology import DataShard, Topology
 from flextrain.optim.gradients import average, clip_by_norm, gradients
 from flextrain.optim.wrapper import StepInfo
+from flextrain.strategies.parts import computes_alone
 from flextrain.testing import ConformanceError, WorkerGroup, check_strategy
 from flextrain.testing.conformance import ORDER
 from flextrain.testing.conformance_checks import CHECKS
@@ -122,7 +121,9 @@ class AveragesTwice(DDPStrategy):
 
     def setup(self, model: nn.Module, optim: Any = None) -> Any:
         model, optim = super().setup(model, optim)
-        optim.register_step_pre_hook(lambda o: [grad.div_(self.world_size) for grad in gradients(o.param_groups)])
+        optim.register_step_pre_hook(
+            lambda o: [grad.div_(self.topology.world_size) for grad in gradients(o.param_groups)]
+        )
         return model, optim
 
 
@@ -180,11 +181,11 @@ class RenamesAKey(DDPStrategy):
 
     ours, theirs = "model.norm.weight", "model.module.norm.weight"
 
-    def state_dict(self) -> dict[str, Any]:
-        return {self.theirs if key == self.ours else key: value for key, value in super().state_dict().items()}
+    def state(self) -> dict[str, Any]:
+        return {self.theirs if key == self.ours else key: value for key, value in super().state().items()}
 
-    def load_template(self, saved: Any) -> dict[str, Tensor]:
-        template = super().load_template({self.ours if key == self.theirs else key: saved[key] for key in saved})
+    def template(self, saved: Any) -> dict[str, Tensor]:
+        template = super().template({self.ours if key == self.theirs else key: saved[key] for key in saved})
         return {self.theirs if key == self.ours else key: value for key, value in template.items()}
 
 
@@ -234,8 +235,8 @@ def test_a_strategy_may_drive_updates_and_evaluation_itself(workers2: WorkerGrou
 
 
 class SeesAllData(DDPStrategy):
-    def setup_environment(self) -> None:
-        super().setup_environment()
+    def join(self) -> None:
+        super().join()
         self.topology = Topology(data=DataShard(0, 1))
 
 
@@ -301,20 +302,20 @@ class CallsEveryStepApplied(DDPStrategy):
 
 
 class ForgetsMoments(DDPStrategy):
-    def load_state_dict(self, state: Any) -> None:
-        super().load_state_dict({key: value for key, value in state.items() if not key.startswith("optim.state.")})
+    def load(self, state: Any) -> None:
+        super().load({key: value for key, value in state.items() if not key.startswith("optim.state.")})
 
 
 class ForgetsHyperparameters(DDPStrategy):
-    def state_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in super().state_dict().items() if not key.startswith("optim.group.")}
+    def state(self) -> dict[str, Any]:
+        return {key: value for key, value in super().state().items() if not key.startswith("optim.group.")}
 
 
 class CountsStepsFromZero(DDPStrategy):
     """Gives the counters of steps away as zero, which nobody sees until Adam corrects its bias by them."""
 
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
+    def state(self) -> dict[str, Any]:
+        state = super().state()
         return {key: torch.zeros_like(value) if key.endswith(".step") else value for key, value in state.items()}
 
 
@@ -333,38 +334,34 @@ class TakesAnyOptimizer(DDPStrategy):
 
 
 class StaysInTheGroup(DDPStrategy):
-    def teardown(self) -> None:
+    def leave(self) -> None:
         if self._owns_group:
             self._owns_group = False
-            super().teardown()
+            super().leave()
 
 
 class GivesOtherWeights(DDPStrategy):
-    @contextlib.contextmanager
-    def full_weights(self, **options: Any) -> Iterator[Any]:
-        model = copy.deepcopy(self.module)
-        with torch.no_grad():
-            next(model.parameters()).add_(1)
-        yield model
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in super().parameters():
+            yield name, nn.Parameter(parameter.detach() + 1) if self.noted.is_whole else parameter
 
 
-class GivesTheShardedModel(FSDPStrategy):
-    @contextlib.contextmanager
-    def full_weights(self, **options: Any) -> Iterator[Any]:
-        yield self.module
+@computes_alone.register(GivesOtherWeights)
+def of_a_copy(strategy: GivesOtherWeights) -> bool:
+    return False
 
 
 class RemembersModels(DDPStrategy):
     models: ClassVar[list[Any]] = []
 
-    def teardown(self) -> None:
+    def leave(self) -> None:
         self.models.append(self._module)
-        super().teardown()
+        super().leave()
 
 
 class DiesOnSecondTeardown(DDPStrategy):
-    def teardown(self) -> None:
-        super().teardown()
+    def leave(self) -> None:
+        super().leave()
         self.config = self.config.no_such_attribute if getattr(self, "_ended", False) else self.config
         self._ended = True
 
@@ -378,7 +375,6 @@ class DiesOnSecondTeardown(DDPStrategy):
         (Unties, "tied", "different tensors"),
         (EvaluationMovesABuffer, "evaluation", "outputs for batch 0"),
         (GivesOtherWeights, "full_weights", "weights in full_weights"),
-        (GivesTheShardedModel, "full_weights", "full_weights gave tensors of"),
         (IgnoresAutocast, "precision", "is not bfloat16"),
         (KeepsSkipsToItself, "overflow", "reports skipped="),
         (CallsEveryStepApplied, "overflow", "reports skipped=[False, False, False, False, False]"),
@@ -428,9 +424,9 @@ class TrainsApart(Strategy):
     def average(self) -> None:
         self.topology.data.average([parameter.detach() for parameter in self.module.parameters()])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         self.average()
-        state = super().state_dict()
+        state = super().state()
         self.topology.data.average(
             [v for k, v in state.items() if k.startswith("optim.state.") and v.is_floating_point()]
         )
@@ -491,7 +487,7 @@ class RefusesHalf(DDPStrategy):
 
 class HangsOnOneRank(DDPStrategy):
     def _place(self, model: nn.Module) -> None:
-        if self.rank == 1:
+        if self.topology.rank == 1:
             dist.barrier()
         super()._place(model)
 

@@ -102,7 +102,7 @@ SPECS: dict[str, dict[str, Any]] = {
 def made(spec: dict[str, Any], kind: type[nn.Module], rank: int) -> Any:
     """The model's tensors and what it has looked at, with lines of the log; or the error of its constructor."""
     strategy: Any = STRATEGIES.build({"device": "cpu", **spec}, "strategy")
-    strategy.setup_environment()
+    strategy.join()
     torch.manual_seed(rank)
     random.seed(0)
     GENERATOR.manual_seed(5)
@@ -118,7 +118,7 @@ def made(spec: dict[str, Any], kind: type[nn.Module], rank: int) -> Any:
         return str(error)
     finally:
         logging.getLogger("flextrain").removeHandler(handler)
-        strategy.teardown()
+        strategy.leave()
         dist.destroy_process_group()
 
 
@@ -166,7 +166,7 @@ def of_dtypes() -> list[Any]:
         strategy: Any = STRATEGIES.build(
             dict(type="DeepSpeedStrategy", device="cpu", zero_optimization=dict(stage=stage)), "strategy"
         )
-        strategy.setup_environment()
+        strategy.join()
         try:
             model: Any = build_model(lambda frozen=frozen: Double(frozen), None, strategy, for_training=True)
             strategy.setup(model, OptimWrapper(dict(type="SGD", lr=0.1)))
@@ -174,7 +174,7 @@ def of_dtypes() -> list[Any]:
         except RuntimeError as error:
             found.append(str(error))
         finally:
-            strategy.teardown()
+            strategy.leave()
             dist.destroy_process_group()
     return found
 

@@ -49,7 +49,7 @@ def prepared(model: nn.Module | None = None, optim: Any = SGD, **options: Any) -
 
 def same_everywhere(strategy: Strategy) -> bool:
     sums = [sum(p.double().sum().item() for p in strategy.module.parameters())]
-    found: list[Any] = [None] * strategy.world_size
+    found: list[Any] = [None] * strategy.topology.world_size
     torch.distributed.all_gather_object(found, sums)
     return all(value == found[0] for value in found)
 
@@ -104,7 +104,7 @@ def found_in_torch() -> list[dict[str, Any]]:
         strategy, called, _ = prepared(**options)
         assert isinstance(called, DistributedDataParallel)
         results.append({name: getattr(called, name) for name in expected})
-        strategy.teardown()
+        strategy.leave()
     return results
 
 
@@ -125,9 +125,9 @@ def comm_hooks() -> list[tuple[str, list[float]]]:
             side_effect=DistributedDataParallel.register_comm_hook,
         ) as register:
             strategy, model, _ = prepared(nn.Linear(1, 1, bias=False), comm_hook=name)
-        model(torch.tensor([[1.0 + (strategy.rank + 1) * 2**-9]])).sum().backward()
+        model(torch.tensor([[1.0 + (strategy.topology.rank + 1) * 2**-9]])).sum().backward()
         results.append((register.call_args.args[2].__name__, strategy.module.weight.grad.flatten().tolist()))
-        strategy.teardown()
+        strategy.leave()
     return results
 
 
@@ -172,12 +172,12 @@ def named_without_gradient(kind: type[Branches], **options: Any) -> list[str]:
     try:
         for number, both in enumerate([False, False, True, False]):
             with strategy.grad_sync(True):
-                optim.backward(called(data(strategy.rank, number), both))
+                optim.backward(called(data(strategy.topology.rank, number), both))
             optim.step()
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-        strategy.teardown()
+        strategy.leave()
     return lines
 
 
@@ -211,9 +211,9 @@ def what_is_called() -> dict[str, bool]:
         strategy, called, _ = prepared(model, optim)
         results[name] = isinstance(called, DistributedDataParallel)
         assert strategy.module is model
-        assert (strategy.world_size, strategy.topology.shard) == (2, (strategy.rank, 2))
-        strategy.teardown()
-        strategy.teardown()
+        assert (strategy.topology.world_size, strategy.topology.shard) == (2, (strategy.topology.rank, 2))
+        strategy.leave()
+        strategy.leave()
         assert not torch.distributed.is_initialized()
     return results
 
@@ -228,7 +228,7 @@ def group_of_others(backend: str) -> tuple[list[str], bool]:
     torch.distributed.init_process_group(backend)
     said = []
     try:
-        DDPStrategy(device="cpu").setup_environment()
+        DDPStrategy(device="cpu").join()
     except StrategyError as error:
         said.append(str(error))
     found = torch.distributed.is_initialized()
@@ -255,7 +255,7 @@ def test_one_process_is_a_world_of_one() -> None:
     assert not torch.distributed.is_initialized()
     with strategy.grad_sync(False):
         called(data(0)).backward()
-    strategy.teardown()
+    strategy.leave()
 
 
 def test_a_second_setup_is_refused() -> None:
@@ -281,11 +281,11 @@ def test_options_without_effect_are_refused(options: dict[str, Any]) -> None:
 
 def start_differently(trained: bool) -> list[float]:
     strategy = DDPStrategy(device="cpu", timeout_s=30)
-    strategy.setup_environment()
-    strategy.setup_environment()
-    torch.manual_seed(strategy.rank)
+    strategy.join()
+    strategy.join()
+    torch.manual_seed(strategy.topology.rank)
     model = Net().requires_grad_(trained)
-    nn.init.constant_(model.norm.running_mean, strategy.rank + 3)  # type: ignore[arg-type]
+    nn.init.constant_(model.norm.running_mean, strategy.topology.rank + 3)  # type: ignore[arg-type]
     strategy.setup(model)
     return [tensor.double().sum().item() for tensor in model.state_dict().values()]
 
@@ -317,11 +317,11 @@ def count_all_reduces(static_graph: bool, windows: list[int]) -> list[int]:
         for index in range(length):
             optim.begin(index, length)
             with strategy.grad_sync(enabled=optim.should_sync()):
-                loss = model(data(strategy.rank, index))
+                loss = model(data(strategy.topology.rank, index))
                 optim.update_params(loss)
         counts.append(len(calls))
     assert same_everywhere(strategy)
-    strategy.teardown()
+    strategy.leave()
     return counts
 
 
@@ -363,7 +363,9 @@ def own_steps(accumulate: int) -> dict[str, Any]:
         with mock.patch.object(torch.distributed, "all_reduce", wraps=torch.distributed.all_reduce) as reduce:
             for index in range(accumulate):
                 optim.begin(index, accumulate)
-                model.train_step((data(strategy.rank, 10 * window + index), strategy.rank == 0), optim)
+                model.train_step(
+                    (data(strategy.topology.rank, 10 * window + index), strategy.topology.rank == 0), optim
+                )
             counts.append(reduce.call_count)
     result = {
         "counts": counts,
@@ -373,7 +375,7 @@ def own_steps(accumulate: int) -> dict[str, Any]:
         "never has moved": not torch.equal(model.never.weight, before),
         "never has a gradient": model.never.weight.grad is not None,
     }
-    strategy.teardown()
+    strategy.leave()
     return result
 
 
@@ -409,7 +411,7 @@ def train_gan() -> bool:
     optim = OptimWrapperDict(generator=OptimWrapper(ADAM), critic=OptimWrapper(SGD))
     strategy, model, optim = prepared(Gan(), optim)
     for index in range(3):
-        model.train_step(data(strategy.rank, index), optim)
+        model.train_step(data(strategy.topology.rank, index), optim)
     return same_everywhere(strategy)
 
 
@@ -426,11 +428,11 @@ def state_keys(options: dict[str, Any], half: bool) -> list[str]:
     strategy, model, optim = prepared(None, optim, **options)
     for index in range(2):
         with optim.optim_context(model):
-            loss = model(data(strategy.rank, index))
+            loss = model(data(strategy.topology.rank, index))
         optim.update_params(loss)
-    keys = list(strategy.state_dict())
+    keys = list(strategy.state())
     assert same_everywhere(strategy)
-    strategy.teardown()
+    strategy.leave()
     torch._dynamo.reset()
     return keys
 
@@ -465,24 +467,24 @@ def train(model: Any, optim: OptimWrapper, rank: int, steps: int) -> None:
 
 def save_ddp(path: Path) -> dict[str, Any]:
     strategy, model, optim = prepared(optim=ADAM)
-    train(model, optim, strategy.rank, 3)
-    save_checkpoint(path, strategy.state_dict())
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in strategy.state_dict().items()}
+    train(model, optim, strategy.topology.rank, 3)
+    save_checkpoint(path, strategy.state())
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in strategy.state().items()}
 
 
 def load(strategy: Strategy, path: Path) -> None:
     checkpoint = Checkpoint.open(path)
-    template = strategy.load_template(checkpoint.saved)
+    template = strategy.template(checkpoint.saved)
     checkpoint.load(template)
-    strategy.load_state_dict({**checkpoint.values, **template})
+    strategy.load({**checkpoint.values, **template})
 
 
 def load_ddp(path: Path) -> dict[str, Any]:
     strategy, model, optim = prepared(optim=ADAM)
-    train(model, optim, strategy.rank, 1)  # something to be replaced
+    train(model, optim, strategy.topology.rank, 1)  # something to be replaced
     load(strategy, path)
-    state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in strategy.state_dict().items()}
-    train(model, optim, strategy.rank, 1)
+    state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in strategy.state().items()}
+    train(model, optim, strategy.topology.rank, 1)
     assert same_everywhere(strategy)
     return state
 
@@ -499,6 +501,6 @@ def test_state_goes_to_one_device_and_back(workers2: WorkerGroup, tmp_path: Path
     single = SingleDeviceStrategy(device="cpu")
     single.setup(Net(), OptimWrapper(ADAM))
     load(single, tmp_path / "ddp")
-    assert equal(single.state_dict(), saved)
-    save_checkpoint(tmp_path / "single", single.state_dict())
+    assert equal(single.state(), saved)
+    save_checkpoint(tmp_path / "single", single.state())
     assert equal(workers2.run(load_ddp, tmp_path / "single")[0], saved)

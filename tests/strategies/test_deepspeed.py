@@ -23,6 +23,7 @@ from flextrain.core.comm.topology import DataShard, Topology
 from flextrain.core.model.base_model import BaseModel
 from flextrain.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from flextrain.strategies import DDPStrategy, DeepSpeedOptimWrapper, DeepSpeedStrategy, SingleDeviceStrategy
+from flextrain.strategies.parts import init_weights
 from flextrain.testing import WorkerGroup, check_strategy
 from flextrain.testing.differences import relative_difference, same_tensors
 from flextrain.testing.loop import evaluate, windows
@@ -227,12 +228,12 @@ def nothing_is_gathered(stage: int) -> list[tuple[str, int, int]]:
     """Kind, elements of this process and elements in all, of a weight and a moment; and that they are the engine's own."""
     with started(zero(stage), adamw(), Mlp) as session:
         run(session, one_each(data(Mlp, 1)))
-        state = session.strategy.state_dict()
+        state = session.strategy.state()
         found = []
         for key in ("model.layers.2.weight", "optim.state.layers.2.weight.exp_avg"):
             shard = state[key]
             found.append((type(shard).__name__, shard.to_local().numel(), shard.numel()))
-            again = session.strategy.state_dict()[key]
+            again = session.strategy.state()[key]
             assert shard.to_local().data_ptr() == again.to_local().data_ptr()
     return found
 
@@ -255,14 +256,14 @@ def weights_alone(stage: int, half: bool, path: Path) -> None:
         expected = evaluate(session.strategy, session.model, batches)
     with started(zero(stage), bf16() if half else adamw(), HalfFrozen, seed=4) as session:
         run(session, one_each(batches))
-        before = session.strategy.state_dict()["optim.state.head.weight.step"].item()
+        before = session.strategy.state()["optim.state.head.weight.step"].item()
         checkpoint = Checkpoint.open(path)
-        template = {k: v for k, v in session.strategy.load_template(checkpoint.saved).items() if k.startswith("model.")}
+        template = {k: v for k, v in session.strategy.template(checkpoint.saved).items() if k.startswith("model.")}
         checkpoint.load(template)
-        session.strategy.load_state_dict(template)
+        session.strategy.load(template)
         found = evaluate(session.strategy, session.model, batches)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        assert session.strategy.state_dict()["optim.state.head.weight.step"].item() == before == 2
+        assert session.strategy.state()["optim.state.head.weight.step"].item() == before == 2
 
 
 @pytest.mark.distributed
@@ -281,7 +282,7 @@ def asking_changes_nothing(stage: int) -> None:
     with started(zero(stage), OptimWrapper(optim), Mlp) as session:
         state = whole_state(session.strategy)
         assert not any(key.startswith("optim.state.") for key in state)
-        session.strategy.load_template({**state})
+        session.strategy.template({**state})
         found = run(session, batches).weights[-1]
     same_tensors(found, expected, "weights")
 
@@ -333,7 +334,7 @@ def alone(
         called, wrapper = strategy.setup(model or Mlp(), optim)
         yield strategy, called, wrapper
     finally:
-        strategy.teardown()
+        strategy.leave()
 
 
 @pytest.mark.processes  # of the compiler, with torch 2.6
@@ -344,7 +345,7 @@ def test_one_process_without_launcher(stage: int) -> None:
         expected = run(single, batches)
     with alone(zero(stage), adamw(clip_grad=dict(max_norm=0.1))) as (strategy, model, optim):
         assert torch.distributed.is_initialized()
-        assert (strategy.rank, strategy.world_size, strategy.topology.shard) == (0, 1, (0, 1))
+        assert (strategy.topology.rank, strategy.topology.world_size, strategy.topology.shard) == (0, 1, (0, 1))
         found = run(Session(strategy, model, optim), batches)
     assert not torch.distributed.is_initialized()
     same_tensors(found.weights[-1], expected.weights[-1], "weights", 1e-6)
@@ -386,19 +387,19 @@ class Initialised(BaseModel):
 
 def built_split(half: bool) -> dict[str, Any]:
     strategy = DeepSpeedStrategy(device="cpu", zero_optimization=dict(stage=3))
-    strategy.setup_environment()
-    torch.manual_seed(5 + strategy.rank)
-    with strategy.init_context():
+    strategy.join()
+    torch.manual_seed(5 + strategy.topology.rank)
+    with strategy.building():
         model = Initialised()
     split = all(parameter.numel() == 0 for parameter in model.parameters())
-    strategy.init_weights(model)
+    init_weights(strategy, model)
     called, optim = strategy.setup(model, bf16() if half else adamw())
     assert optim is not None
     loss = called(torch.ones(4, 6))["loss"]
     optim.backward(loss)
     optim.step()  # type: ignore[call-arg]
     state = whole_state(strategy)
-    strategy.teardown()
+    strategy.leave()
     return {"split": split, "loss": loss.item(), "state": state}
 
 
@@ -441,14 +442,14 @@ class InitialisesItsParts(nn.Module):
 
 def built_and_initialised() -> dict[str, Any]:
     strategy = DeepSpeedStrategy(device="cpu", zero_optimization=dict(stage=3))
-    strategy.setup_environment()
-    torch.manual_seed(5 + strategy.rank)
-    with strategy.init_context():
+    strategy.join()
+    torch.manual_seed(5 + strategy.topology.rank)
+    with strategy.building():
         model = InitialisesItsParts()
     assert all(parameter.numel() == 0 for parameter in model.parameters())
     strategy.setup(model, adamw())
     state = whole_state(strategy)
-    strategy.teardown()
+    strategy.leave()
     return state
 
 
@@ -470,9 +471,9 @@ class InitialisesUnequally(nn.Module):
 
 def built_unequally() -> str:
     strategy = DeepSpeedStrategy(device="cpu", zero_optimization=dict(stage=3))
-    with pytest.raises(StrategyError) as caught, strategy.init_context():
+    with pytest.raises(StrategyError) as caught, strategy.building():
         InitialisesUnequally()
-    strategy.teardown()
+    strategy.leave()
     return str(caught.value)
 
 
@@ -496,12 +497,12 @@ class HasAScalar(nn.Module):
     ],
 )
 def test_what_cannot_be_built_split_says_so(model: type[nn.Module], message: str) -> None:
-    with DeepSpeedStrategy(device="cpu", zero_optimization=dict(stage=3), zero_init=False).init_context():
+    with DeepSpeedStrategy(device="cpu", zero_optimization=dict(stage=3), zero_init=False).building():
         model()
     strategy = DeepSpeedStrategy(device="cpu", zero_optimization=dict(stage=3))
-    with pytest.raises(StrategyError, match="strategy.zero_init=False") as caught, strategy.init_context():
+    with pytest.raises(StrategyError, match="strategy.zero_init=False") as caught, strategy.building():
         model()
-    strategy.teardown()
+    strategy.leave()
     assert str(caught.value).startswith(message)
 
 
@@ -529,7 +530,7 @@ def test_frozen_weights_that_checkpoints_lack_are_kept_once(stage: int) -> None:
             frozen = [name for name, p in strategy.module.named_parameters() if not p.requires_grad]
             kept = {strategy.model_state()[name].dtype for name in frozen}
             assert kept == {torch.bfloat16 if exclude else torch.float32}
-            assert (not any(f"model.{name}" in strategy.state_dict() for name in frozen)) == exclude
+            assert (not any(f"model.{name}" in strategy.state() for name in frozen)) == exclude
 
 
 def loaded_without_a_copy(stage: int, path: Path) -> list[float]:
@@ -605,7 +606,7 @@ def test_the_configuration_in_mmengines_manual() -> None:
     assert strategy.config.fp16 is not None
     with pytest.raises(StrategyError, match="^strategy.fp16: DeepSpeed has no float16 on the CPU, use bfloat16"):
         strategy.setup(Mlp(), DeepSpeedOptimWrapper(ADAMW))
-    strategy.teardown()
+    strategy.leave()
 
 
 # Refusals
@@ -653,7 +654,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("options, message", WRONG, ids=lambda value: str(value)[:60])
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        DeepSpeedStrategy(**options).setup_environment()
+        DeepSpeedStrategy(**options).join()
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
@@ -752,17 +753,17 @@ def evaluate_loaded(stage: int, half: bool, path: Path) -> None:
     strategy = DeepSpeedStrategy(device="cpu", zero_optimization=dict(stage=stage), bf16=dict(enabled=half))
     torch.manual_seed(4)
     try:
-        with strategy.init_context():
+        with strategy.building():
             model = HalfFrozen()
         called, _ = strategy.setup(model)
         evaluate(strategy, called, batches)  # small weights stay whole after it, and must not stay as they are
         checkpoint = Checkpoint.open(path)
-        template = strategy.load_template(checkpoint.saved)
+        template = strategy.template(checkpoint.saved)
         checkpoint.load(template)
-        strategy.load_state_dict(template)
+        strategy.load(template)
         found = evaluate(strategy, called, batches)
     finally:
-        strategy.teardown()
+        strategy.leave()
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.allclose(ours, theirs, atol=0.03 if half else 1e-6)
 
@@ -876,7 +877,7 @@ def run_and_resume(folder: Path, stage: int) -> None:
             state = whole_state(runner.strategy)
             if epochs == 3:
                 states.append(state)
-            runner.strategy.teardown()
+            runner.strategy.leave()
     same_tensors(states[1], states[0], "state after resuming")
     saved = [Checkpoint.open(folder / name / "epoch_3") for name in ("once", "twice")]
     averages = [key for key in saved[0].tensors if "averaged" in key]
@@ -949,16 +950,16 @@ def test_a_loss_scale_goes_on_between_torch_and_deepspeed(updates: int) -> None:
 
 class SharedData(DeepSpeedStrategy):
     def _arrange(self) -> Topology:
-        return Topology(data=DataShard(0, 1), reports=self.rank == 0)
+        return Topology(data=DataShard(0, 1), reports=self.topology.rank == 0)
 
 
 def refusal_of_shared_data() -> None:
     strategy = SharedData()
     try:
         with pytest.raises(StrategyError, match="SharedData: DeepSpeed averages over all processes"):
-            strategy.setup_environment()
+            strategy.join()
     finally:
-        strategy.teardown()
+        strategy.leave()
 
 
 @pytest.mark.distributed

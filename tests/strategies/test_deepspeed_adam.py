@@ -143,6 +143,6 @@ def test_what_they_cannot_do_is_refused(
     assert isinstance(optim, OptimWrapper)
     with pytest.raises(CheckpointError) as caught:
         load(Session(strategy, model, optim), tmp_path / "c")
-    strategy.teardown()
+    strategy.leave()
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)

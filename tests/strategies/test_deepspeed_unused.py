@@ -171,7 +171,7 @@ def left_alone(stage: int, optimizer: dict[str, Any], model: type[Sometimes]) ->
             found = run(session, batches).weights[-1]
         except StrategyError as error:
             return str(error), []
-        kept = {split_key(key)[1] for key in session.strategy.state_dict() if key.startswith(STATE)}
+        kept = {split_key(key)[1] for key in session.strategy.state() if key.startswith(STATE)}
         return max(relative_difference(found[key], value) for key, value in expected.items()), sorted(kept)
 
 

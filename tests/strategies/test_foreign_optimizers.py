@@ -336,7 +336,7 @@ def test_an_override_may_step_in_a_way_of_its_own() -> None:
     _, optim = strategy.setup(nn.Linear(2, 2), ClimbsFirst(dict(type=Sam)))
     assert optim is not None
     optim.update_params(strategy.module(torch.ones(1, 2)).sum())
-    strategy.teardown()
+    strategy.leave()
 
 
 def test_an_optimizer_that_is_built_is_tried_as_well() -> None:

@@ -33,6 +33,7 @@ from flextrain.strategies import SingleDeviceStrategy
 from flextrain.strategies.fsdp import strategy as fsdp_strategy
 from flextrain.strategies.fsdp import strategy as nodes
 from flextrain.strategies.fsdp.units import choose_roots
+from flextrain.strategies.parts import explain, init_weights
 from flextrain.testing import WorkerGroup, check_strategy
 from flextrain.testing.loop import train
 from flextrain.testing.models import Mlp, SmallModel
@@ -86,7 +87,7 @@ def prepared(model: nn.Module | None = None, optim: Any = SGD, **options: Any) -
 
 
 def whole(strategy: Any) -> dict[str, Tensor]:
-    values = strategy.state_dict().items()
+    values = strategy.state().items()
     return {
         key: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
         for key, value in values
@@ -146,7 +147,7 @@ def states(path: Path) -> None:
         expected = train(session.strategy, session.model, session.optim, batches).losses
     with started("FSDPStrategy", optim(), Partly) as session:
         before = whole_state(session.strategy)
-        session.strategy.load_template(before)
+        session.strategy.template(before)
         found = train(session.strategy, session.model, session.optim, batches[:2]).losses
         after = whole_state(session.strategy)
         save(session, path)
@@ -201,7 +202,7 @@ def units(**options: Any) -> tuple[list[str], str]:
     strategy, model, _ = prepared(**options)
     logger.removeHandler(handler)
     names = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    strategy.teardown()
+    strategy.leave()
     return names, next(line for line in found if line.startswith("FSDP units"))
 
 
@@ -305,7 +306,7 @@ def test_what_is_freed_after_forward(
     strategy, called, _ = prepared(wrap="blocks", **options)
     called(data(0))
     kept = [type(p) is nn.Parameter for p in called.blocks[0].parameters()]
-    strategy.teardown()
+    strategy.leave()
     assert said == [(Block, blocks)] * 3 + [(Net, root)]
     assert kept == [not blocks] * 4
 
@@ -322,7 +323,7 @@ def layouts(**options: Any) -> list[tuple[str, str, tuple[int, ...], tuple[int, 
     found = [
         (name, type(p).__name__, tuple(p.shape), tuple(p.to_local().shape)) for name, p in model.named_parameters()
     ]
-    strategy.teardown()
+    strategy.leave()
     return found
 
 
@@ -353,18 +354,18 @@ class Watches(TorchDispatchMode):
 
 def built_without_memory(kind: Any, seed: int, **options: Any) -> dict[str, Tensor]:
     strategy = FSDPStrategy(device="cpu", **options)
-    strategy.setup_environment()
-    torch.manual_seed(seed + 7 * strategy.rank * (seed % 2))
-    with strategy.init_context():
+    strategy.join()
+    torch.manual_seed(seed + 7 * strategy.topology.rank * (seed % 2))
+    with strategy.building():
         model = kind()
     if isinstance(model, BaseModel):
-        strategy.init_weights(model)
+        init_weights(strategy, model)
     assert all(parameter.is_meta for parameter in model.parameters())
     strategy.setup(model, OptimWrapper(SGD))
     found = whole(strategy)
     found["loss"] = strategy._model(data(0))["loss"].detach()  # type: ignore[misc]
     tied = model.head.weight is model.embed.weight
-    strategy.teardown()
+    strategy.leave()
     assert tied
     return found
 
@@ -439,12 +440,12 @@ def losses(
     for update in range(updates):
         for i in range(accumulate):
             with strategy.grad_sync(i == accumulate - 1), strategy.autocast():
-                loss = called(data(strategy.rank, accumulate * update + i))["loss"]
+                loss = called(data(strategy.topology.rank, accumulate * update + i))["loss"]
                 optim.backward(loss / accumulate)
         optim.step()
         seen.append(loss.item())
     state = whole(strategy)
-    strategy.teardown()
+    strategy.leave()
     return seen, state
 
 
@@ -480,7 +481,7 @@ def interrupted(*, in_backward: bool) -> None:
     strategy, called, optim = prepared(wrap=["Block"])
     expected = train(strategy, called, optim, windows)
     weights = whole(strategy)
-    strategy.teardown()
+    strategy.leave()
     strategy, called, optim = prepared(wrap=["Block"])
     losses = []
     for window in windows:
@@ -496,7 +497,7 @@ def interrupted(*, in_backward: bool) -> None:
     assert losses == expected.losses
     for key, value in whole(strategy).items():
         assert torch.equal(value, weights[key]), key
-    strategy.teardown()
+    strategy.leave()
 
 
 def interrupted_before_torch_could_go_on() -> None:
@@ -521,10 +522,10 @@ def messages(**options: Any) -> list[int]:
     counts = []
     for i in range(3):
         with torch.profiler.profile() as profile, strategy.grad_sync(i == 2):
-            called(data(strategy.rank, i))["loss"].backward()
+            called(data(strategy.topology.rank, i))["loss"].backward()
         events = profile.events() or []
         counts.append(sum("reduce_scatter" in event.name and "c10d::" in event.name for event in events))
-    strategy.teardown()
+    strategy.leave()
     return counts
 
 
@@ -558,7 +559,7 @@ def precision(optim: str, **options: Any) -> tuple[str, str, str, bool]:
     built.step()
     stored = {str(value.dtype) for key, value in whole(strategy).items() if key.startswith(("model.", "optim.state"))}
     report = str(strategy.precision_report())
-    strategy.teardown()
+    strategy.leave()
     return seen[0], str(loss.dtype), report, stored == {"torch.float32"}
 
 
@@ -604,12 +605,12 @@ def two_models(kind: type[Two], strategy: Any = None) -> dict[str, Tensor]:
     else:
         torch.manual_seed(0)
         strategy.setup(kind(), optim)
-    size = 4 // strategy.world_size
+    size = 4 // strategy.topology.world_size
     for i in range(3):
         batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
-        strategy.module.train_step(batch[strategy.rank * size : (strategy.rank + 1) * size], optim)
+        strategy.module.train_step(batch[strategy.topology.rank * size : (strategy.topology.rank + 1) * size], optim)
     found = whole(strategy)
-    strategy.teardown()
+    strategy.leave()
     return found
 
 
@@ -660,10 +661,10 @@ def test_parts_that_are_called_one_by_one_share_no_weights() -> None:
 
 def test_parameters_outside_of_forward_are_explained() -> None:
     error = RuntimeError("aten.add.Tensor got mixed torch.Tensor and DTensor, need to convert all torch.Tensor")
-    assert str(FSDPStrategy().explain(error)).startswith(
+    assert str(explain(FSDPStrategy(), error)).startswith(
         "parameters are sharded while the model is not called: call it"
     )
-    assert FSDPStrategy().explain(RuntimeError("out of memory")) is None
+    assert explain(FSDPStrategy(), RuntimeError("out of memory")) is None
 
 
 def test_a_parameter_that_no_part_holds_is_refused(workers1: WorkerGroup) -> None:
@@ -676,18 +677,18 @@ def test_a_parameter_that_no_part_holds_is_refused(workers1: WorkerGroup) -> Non
 def saves_and_loads(folder: str) -> bool:
     strategy, called, optim = prepared(wrap="blocks")
     for i in range(2):
-        optim.backward(called(data(strategy.rank, i))["loss"])
+        optim.backward(called(data(strategy.topology.rank, i))["loss"])
         optim.step()
-    save_checkpoint(Path(folder) / "saved", strategy.state_dict())
+    save_checkpoint(Path(folder) / "saved", strategy.state())
     expected = whole(strategy)
-    strategy.teardown()
+    strategy.leave()
     strategy, _, _ = prepared(replicate_size=2)
     checkpoint = Checkpoint.open(Path(folder) / "saved")
-    template = strategy.load_template(checkpoint.saved)
+    template = strategy.template(checkpoint.saved)
     checkpoint.load(template)
-    strategy.load_state_dict({**checkpoint.values, **template})
+    strategy.load({**checkpoint.values, **template})
     found = whole(strategy)
-    strategy.teardown()
+    strategy.leave()
     return found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
 
 
@@ -708,11 +709,11 @@ def arranged(hosts: list[str], **options: Any) -> tuple[list[int], list[int], li
     with mock.patch("socket.gethostname", return_value=hosts[rank]):
         strategy, called, optim = prepared(wrap="blocks", **options)
     mesh = next(p for p in strategy.module.parameters() if isinstance(p, DTensor)).device_mesh
-    result = called(data(strategy.rank))["loss"]
+    result = called(data(strategy.topology.rank))["loss"]
     optim.backward(result)
     optim.step()
     found = list(mesh.mesh.shape), [strategy.topology.data.count], [*(mesh.mesh_dim_names or ())], float(result)
-    strategy.teardown()
+    strategy.leave()
     return found
 
 

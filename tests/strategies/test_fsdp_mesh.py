@@ -37,17 +37,17 @@ class Mesh(FSDPStrategy):
         return self.both["dp"]
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        self.both = init_device_mesh("cpu", (self.world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+        self.both = init_device_mesh("cpu", (self.topology.world_size // 2, 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(model, self.both["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         return super()._wrap(model)
 
 
 def prepared(deferred: bool) -> Mesh:
     strategy = Mesh(device="cpu", timeout_s=60)
-    strategy.setup_environment()
+    strategy.join()
     torch.manual_seed(0)
     if deferred:
-        with strategy.init_context():
+        with strategy.building():
             model = Net()
         assert all(parameter.is_meta for parameter in model.parameters())
     else:
@@ -64,16 +64,16 @@ def whole(strategy: Mesh) -> dict[str, Tensor]:
 def weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     strategy = prepared(deferred=False)
     given = whole(strategy)
-    strategy.teardown()
+    strategy.leave()
     strategy = prepared(deferred=True)
     built = whole(strategy)
-    save_checkpoint(path, strategy.state_dict())
-    template = strategy.load_template(Checkpoint.open(path).saved)
+    save_checkpoint(path, strategy.state())
+    template = strategy.template(Checkpoint.open(path).saved)
     for tensor in template.values():
         (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(9)
     Checkpoint.open(path).load(template)
     loaded = whole(strategy)
-    strategy.teardown()
+    strategy.leave()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in built.items())
     return given, built
 

@@ -16,7 +16,9 @@ from flextrain import OptimWrapper, Strategy
 from flextrain.core.base.errors import ConfigError, StrategyError
 from flextrain.core.base.registry import STRATEGIES
 from flextrain.core.torch_compat.torch_private import tensors_of
-from flextrain.strategies.parts.whole_weights import Blueprint, empty, fill
+from flextrain.strategies.blueprint import Blueprint
+from flextrain.strategies.parts import full_weights
+from flextrain.strategies.parts.whole_weights import empty, fill
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train
 
@@ -40,7 +42,7 @@ class Run:
 
     def __init__(self, strategy: dict[str, Any], build: Callable[[], nn.Module]) -> None:
         self.strategy: Strategy = STRATEGIES.build(dict(strategy), "strategy")
-        self.strategy.setup_environment()
+        self.strategy.join()
         self.rank = int(os.environ["RANK"])
         self.reference = build()
         self._of_reference = torch.optim.SGD(self.reference.parameters(), lr=0.1)
@@ -65,17 +67,17 @@ def running(strategy: dict[str, Any], kind: str = "llama", tied: bool = False, w
     try:
         yield run
     finally:
-        run.strategy.teardown()
+        run.strategy.leave()
 
 
 def generates_as_one_device(strategy: dict[str, Any], kind: str, tied: bool, by_layer: bool) -> None:
     with running(strategy, kind, tied) as run:
-        with run.strategy.full_weights(by_layer=by_layer) as model:
+        with full_weights(run.strategy, by_layer=by_layer) as model:
             assert generated(model, run.rank) == generated(run.reference, run.rank)
         first = run.train()
         untrained = dict(language_model(kind, tied).named_parameters())
         assert not any(torch.equal(own, untrained[name]) for name, own in run.reference.named_parameters())
-        with run.strategy.full_weights(by_layer=by_layer) as model:
+        with full_weights(run.strategy, by_layer=by_layer) as model:
             assert type(model) is type(run.reference)
             for name, parameter in model.named_parameters() if not by_layer else ():
                 torch.testing.assert_close(parameter, run.reference.get_parameter(name))
@@ -132,7 +134,7 @@ def restores(strategy: dict[str, Any]) -> None:
         kept: list[Any] = []
 
         def fail() -> None:
-            with run.strategy.full_weights() as model:
+            with full_weights(run.strategy) as model:
                 kept.append(model)
                 model.train()
                 if model is module:
@@ -149,7 +151,7 @@ def restores(strategy: dict[str, Any]) -> None:
         if kept[0] is not module:  # one that was kept has no memory
             assert all(parameter.is_meta for parameter in kept[0].parameters())
         run.train(2)
-        with run.strategy.full_weights() as model:
+        with full_weights(run.strategy) as model:
             assert generated(model, run.rank) == generated(run.reference, run.rank)
 
 
@@ -168,12 +170,12 @@ def refuses_writes(strategy: dict[str, Any]) -> None:
     with running(strategy) as run:
         with (
             pytest.raises(StrategyError, match=r"full_weights: model.model.norm.weight was written to inside"),
-            run.strategy.full_weights() as model,
+            full_weights(run.strategy) as model,
             torch.no_grad(),
         ):
             model.model.norm.weight.mul_(2)
         if strategy == FSDP:  # all of it is sharded
-            with run.strategy.full_weights() as model:
+            with full_weights(run.strategy) as model:
                 assert float(model.model.norm.weight.detach().max()) == 1.0
 
 
@@ -189,7 +191,7 @@ def some_ranks(strategy: dict[str, Any]) -> None:
     with running(strategy) as run:
         run.train()
         for by_layer in (False, True):
-            with run.strategy.full_weights(ranks=[1], by_layer=by_layer) as model:
+            with full_weights(run.strategy, ranks=[1], by_layer=by_layer) as model:
                 assert (model is None) == (run.rank == 0)
                 if model is not None:
                     assert generated(model, 1) == generated(run.reference, 1)
@@ -205,7 +207,7 @@ def test_only_some_processes_ask(workers2: WorkerGroup, strategy: dict[str, Any]
 def an_error_of_one_process_layer_by_layer() -> None:
     with running(FSDP) as run:
         try:
-            with run.strategy.full_weights(by_layer=True) as model:
+            with full_weights(run.strategy, by_layer=True) as model:
                 if run.rank == 0:
                     raise KeyError("one process")
                 assert generated(model, 1) == generated(run.reference, 1)
@@ -238,13 +240,13 @@ def measured(strategy: dict[str, Any], by_layer: bool) -> tuple[int, int]:
         while low < high:  # the smallest limit that is not refused
             middle = (low + high) // 2
             try:
-                with run.strategy.full_weights(memory_limit=middle, by_layer=by_layer):
+                with full_weights(run.strategy, memory_limit=middle, by_layer=by_layer):
                     high = middle
             except StrategyError:
                 low = middle + 1
 
         def act() -> None:
-            with run.strategy.full_weights(memory_limit=low, by_layer=by_layer) as model, torch.no_grad():
+            with full_weights(run.strategy, memory_limit=low, by_layer=by_layer) as model, torch.no_grad():
                 model.eval()(torch.tensor([[3]]), use_cache=False)
 
         return peak(act), low
@@ -269,36 +271,36 @@ def limits() -> None:
                 StrategyError,
                 match=r"memory_limit: 1000 bytes is not enough, the whole .* need .* KiB, and .* layer by",
             ),
-            run.strategy.full_weights(memory_limit=1000),
+            full_weights(run.strategy, memory_limit=1000),
         ):
             raise AssertionError("not reached")
         with (
             pytest.raises(StrategyError, match=r"1000 bytes is not enough, .* KiB are needed layer by layer"),
-            run.strategy.full_weights(memory_limit=1000, by_layer=True),
+            full_weights(run.strategy, memory_limit=1000, by_layer=True),
         ):
             raise AssertionError("not reached")
         with (
             pytest.raises(ConfigError, match='"2 GiX" is not allowed, give bytes'),
-            run.strategy.full_weights(memory_limit="2 GiX"),
+            full_weights(run.strategy, memory_limit="2 GiX"),
         ):
             raise AssertionError("not reached")
         with (
             pytest.raises(ConfigError, match="ranks: 2 is not allowed, give numbers from 0 to 1"),
-            run.strategy.full_weights(ranks=[2]),
+            full_weights(run.strategy, ranks=[2]),
         ):
             raise AssertionError("not reached")
         with (
             pytest.raises(ConfigError, match="its arguments differ between processes"),
-            run.strategy.full_weights(ranks=[run.rank]),
+            full_weights(run.strategy, ranks=[run.rank]),
         ):
             raise AssertionError("not reached")
         with (
-            run.strategy.full_weights(memory_limit="1MiB"),
+            full_weights(run.strategy, memory_limit="1MiB"),
             pytest.raises(StrategyError, match="is open already"),
-            run.strategy.full_weights(),
+            full_weights(run.strategy),
         ):
             raise AssertionError("not reached")
-        with run.strategy.full_weights():
+        with full_weights(run.strategy):
             pass
 
 
@@ -316,7 +318,7 @@ def in_half_precision(strategy: dict[str, Any]) -> None:
         run.called.eval()
         with torch.no_grad():
             live = run.called(ids, use_cache=False).logits
-        with run.strategy.full_weights() as model, torch.no_grad():
+        with full_weights(run.strategy) as model, torch.no_grad():
             assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
             found = model(ids, use_cache=False).logits
             assert found.dtype == live.dtype

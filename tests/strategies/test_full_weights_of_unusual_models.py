@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flextrain import OptimWrapper, Strategy
 from flextrain.core.base.errors import ConfigError, StrategyError
 from flextrain.core.base.registry import STRATEGIES
+from flextrain.strategies.parts import full_weights
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train
 from flextrain.testing.models import SmallModel
@@ -71,7 +72,7 @@ class Run:
         self.reference = build()
         torch.manual_seed(0)
         self.strategy: Strategy = STRATEGIES.build(dict(strategy), "strategy")
-        self.strategy.setup_environment()
+        self.strategy.join()
         self.called, optim = self.strategy.setup(build(), OptimWrapper(dict(type="SGD", lr=0.1)))
         assert isinstance(optim, OptimWrapper)
         self.optim, self.rank = optim, int(os.environ["RANK"])
@@ -90,7 +91,7 @@ class Run:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.strategy.teardown()
+        self.strategy.leave()
 
 
 def outputs(model: nn.Module, times: int = 3) -> list[Tensor]:
@@ -104,7 +105,7 @@ def buffers_come_and_go(strategy: dict[str, Any], by_layer: bool) -> None:
     with Run(strategy) as run:
         run.train(0)
         cache = [(module, module.cache) for module in run.strategy.module.modules() if isinstance(module, Layer)]
-        with run.strategy.full_weights(by_layer=by_layer) as model:
+        with full_weights(run.strategy, by_layer=by_layer) as model:
             assert {n for n, _ in model.named_buffers()} == {n for n, _ in run.reference.named_buffers()}
             for name, buffer in run.reference.named_buffers():
                 torch.testing.assert_close(model.get_buffer(name), buffer)
@@ -142,10 +143,10 @@ def writes_to_a_layer() -> None:
         for write in (writes_at_once, writes_when_called):
             with (
                 pytest.raises(StrategyError, match=r"full_weights: model.layers.1.linear.bias was written to inside"),
-                run.strategy.full_weights(by_layer=True) as model,
+                full_weights(run.strategy, by_layer=True) as model,
             ):
                 write(model)
-        with run.strategy.full_weights(by_layer=True) as model:
+        with full_weights(run.strategy, by_layer=True) as model:
             outputs(model)
 
 
@@ -164,18 +165,18 @@ def fails_on_one_process(strategy: dict[str, Any]) -> list[float]:
         for options, said in wrong:
             with (
                 pytest.raises(ConfigError, match=said),
-                run.strategy.full_weights(**options if run.rank == 1 else {}),
+                full_weights(run.strategy, **options if run.rank == 1 else {}),
             ):
                 raise AssertionError("not reached")
         try:
-            with run.strategy.full_weights() as model:
+            with full_weights(run.strategy) as model:
                 if run.rank == 1:
                     raise KeyError("on one process")
                 outputs(model)
         except KeyError:
             assert run.rank == 1
-        with run.strategy.full_weights() as model:
-            with pytest.raises(StrategyError, match="is open already"), run.strategy.full_weights():
+        with full_weights(run.strategy) as model:
+            with pytest.raises(StrategyError, match="is open already"), full_weights(run.strategy):
                 raise AssertionError("not reached")
             outputs(model)
         return losses + run.train(2)
@@ -211,7 +212,7 @@ class Spectral(Net):
 def is_as_one_device(strategy: dict[str, Any], by_layer: bool) -> None:
     with Run(strategy, Spectral) as run:
         run.train(0)
-        with run.strategy.full_weights(by_layer=by_layer) as model:
+        with full_weights(run.strategy, by_layer=by_layer) as model:
             assert isinstance(model, Spectral)
             for one, other in zip(outputs(model), outputs(run.reference), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

@@ -124,7 +124,7 @@ def outcome(
     torch.manual_seed(0)
     model = made().to(dtype)
     try:
-        strategy.setup_environment()
+        strategy.join()
         if change in BEFORE:
             change(model)
         optim = OptimWrapper(dict(type="SGD", lr=0.5, momentum=0.9), accumulative_counts=2)
@@ -133,12 +133,12 @@ def outcome(
         if change in LATER:
             change(strategy.module)
         losses += train(strategy, called, optim, [batches[1:], batches[:2]]).losses
-        names = [name for name, p in strategy.named_parameters() if hasattr(p, "kind")]
+        names = [name for name, p in strategy.parameters() if hasattr(p, "kind")]
         return losses, whole_model(strategy), names
     except StrategyError as error:
         return str(error)
     finally:
-        strategy.teardown()
+        strategy.leave()
         dist.destroy_process_group()
 
 
@@ -199,9 +199,9 @@ def hooks_left(spec: dict[str, Any], dtype: torch.dtype) -> dict[str, list[str]]
     strategy: Any = STRATEGIES.build({"device": "cpu", **spec}, "strategy")
     model = Net().to(dtype)
     clamp(model)
-    strategy.setup_environment()
+    strategy.join()
     strategy.setup(model, OptimWrapper(dict(type="SGD", lr=0.5, momentum=0.9)))
-    strategy.teardown()
+    strategy.leave()
     dist.destroy_process_group()
     return {
         name: [getattr(hook, "func", hook).__module__ for hook in parameter._backward_hooks.values()]  # type: ignore[union-attr]

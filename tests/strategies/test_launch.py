@@ -20,11 +20,11 @@ from flextrain import DDPStrategy
 
 def train(start, *, step):
     strategy = DDPStrategy(device="cpu")
-    strategy.setup_environment()
-    total = torch.tensor([start + step * strategy.rank])
+    strategy.join()
+    total = torch.tensor([start + step * strategy.topology.rank])
     torch.distributed.all_reduce(total)
     facts = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")}
-    strategy.teardown()
+    strategy.leave()
     return total.item(), strategy.launch.launcher, torch.get_num_threads(), facts
 
 def fail():

@@ -65,7 +65,7 @@ def raised() -> dict[str, str]:
     found = {}
     for kind in WRITES:
         strategy: Any = FSDPStrategy(device="cpu", wrap=["Linear"] if kind == "none" else None)
-        strategy.setup_environment()
+        strategy.join()
         torch.manual_seed(0)
         model, optim = strategy.setup(Follows(kind), OptimWrapper(dict(type="SGD", lr=0.1)))
         found[kind] = ""
@@ -75,7 +75,7 @@ def raised() -> dict[str, str]:
             assert max(hooks) < 3, hooks
         except StrategyError as error:
             found[kind] = str(error)
-        strategy.teardown()
+        strategy.leave()
         dist.destroy_process_group()
     return found
 

@@ -31,11 +31,11 @@ class Large(nn.Module):
 def peak_bytes(strategy: dict[str, Any], layers: int, width: int) -> int:
     """Of this process, after set-up of a model of this size."""
     built = STRATEGIES.build({**strategy, "device": "cpu"}, "strategy")
-    built.setup_environment()
-    with built.init_context():
+    built.join()
+    with built.building():
         model = Large(layers, width)
     built.setup(model, OptimWrapper(dict(type="SGD", lr=0.1)))
-    built.teardown()
+    built.leave()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform != "darwin" else 1)
 
 

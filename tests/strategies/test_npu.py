@@ -22,7 +22,7 @@ from flextrain import STRATEGIES, ConfigError, NPUStrategy, StrategyError
 )
 def test_without_torch_npu_one_error_says_what_to_install(strategy: dict[str, Any]) -> None:
     with pytest.raises(StrategyError) as caught:
-        STRATEGIES.build(strategy).setup_environment()
+        STRATEGIES.build(strategy).join()
     assert str(caught.value) == (
         'strategy.device: "npu" is not usable on this machine, install torch_npu (pip install flextrain[npu]) and '
         "Ascend's CANN"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from flextrain.core.base.errors import StrategyError
 from flextrain.core.model.base_model import BaseModel
 from flextrain.optim import AmpOptimWrapper, OptimWrapper
+from flextrain.strategies.parts import init_weights
 from flextrain.testing import WorkerError, WorkerGroup
 from flextrain.testing.differences import relative_difference, same_tensors
 from flextrain.testing.loop import evaluate, windows
@@ -62,7 +63,7 @@ def train_both(
     with started(spec, adamw(**options), model) as session:
         found = run(session, batches)
         shards = evaluate(session.strategy, session.model, data(model, 2))
-        files, index = swap_files(folder), session.strategy.rank
+        files, index = swap_files(folder), session.strategy.topology.rank
     assert min(norm for norm in expected.trace.grad_norms if norm) > 0.1  # or nothing would have been clipped
     return {
         "loss": max(abs(a - b) for a, b in zip(found.trace.losses, expected.trace.losses, strict=True)),
@@ -161,9 +162,9 @@ def same_as_in_memory(
     for each in (memory, spec):
         strategy = make_strategy(each)
         try:
-            strategy.setup_environment()
+            strategy.join()
             torch.manual_seed(7)
-            with strategy.init_context() if source == "built in shards" else torch.enable_grad():
+            with strategy.building() if source == "built in shards" else torch.enable_grad():
                 model = Wide()
             optim = bf16(clip_grad=dict(max_norm=0.1)) if half else adamw(clip_grad=dict(max_norm=0.1))
             session = Session(strategy, *strategy.setup(model, optim))  # type: ignore[arg-type]
@@ -171,7 +172,7 @@ def same_as_in_memory(
             found.append((trace, whole_state(strategy), str(strategy.precision_report())))
             files = swap_files(folder)
         finally:
-            strategy.teardown()
+            strategy.leave()
     same_tensors(found[1][0].weights[0], found[0][0].weights[0], "initial weights")
     assert found[1][0].trace.losses == found[0][0].trace.losses
     same_tensors(found[1][1], found[0][1], "final state")
@@ -303,11 +304,11 @@ def initialise(spec: dict[str, Any]) -> None:
     allow_small_files()
     strategy = make_strategy(spec)
     try:
-        with strategy.init_context():
+        with strategy.building():
             model = Initialised()
-        strategy.init_weights(model)
+        init_weights(strategy, model)
     finally:
-        strategy.teardown()
+        strategy.leave()
 
 
 def test_initialisation_of_the_whole_model_is_refused(workers1: WorkerGroup, tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_a_compilation_that_fails_is_one_line(
     add_program(bare, "ninja", 0)
     strategy = DeepSpeedStrategy(**on_files(tmp_path))
     with pytest.raises(StrategyError) as caught:
-        strategy.setup_environment()
+        strategy.join()
     assert "cannot be compiled: Error building extension 'pin_memory': error: something" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -304,17 +304,17 @@ def told(folder: Path, wrong: str) -> tuple[str, bool]:
         try:
             if detect_launch().rank == 1 and wrong == "compiler":
                 patch.setattr(swap_files, "check_async_io", missing)
-            strategy.setup_environment()
-            if strategy.rank == 1 and wrong == "disk":
+            strategy.join()
+            if strategy.topology.rank == 1 and wrong == "disk":
                 patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
-            elif strategy.rank == 1 and wrong == "memory":
+            elif strategy.topology.rank == 1 and wrong == "memory":
                 patch.setattr("resource.getrlimit", lambda _: (1, 1))
                 patch.setattr(swap_files, "_may_lock_everything", lambda: False)
-            strategy._files.fit(nn.Linear(2, 2), None, strategy.world_size, torch.float32)
+            strategy._files.fit(nn.Linear(2, 2), None, strategy.topology.world_size, torch.float32)
         except StrategyError as error:
             return str(error), bool(writes)
         finally:
-            strategy.teardown()
+            strategy.leave()
     return "", bool(writes)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from flextrain import MODELS, ConfigError, SingleDeviceStrategy, StrategyError
+from flextrain.strategies.parts import prepare
 from flextrain.testing import WorkerGroup
 
 SGD = dict(optimizer=dict(type="SGD", lr=0.1), accumulative_counts=2.0)
@@ -29,7 +30,8 @@ def own_loop(kind: str, **options: Any) -> tuple[list[float], list[float]]:
     import flextrain
 
     strategy = getattr(flextrain, kind)(device="cpu", **options)
-    model, optim, schedulers = strategy.prepare(
+    model, optim, schedulers = prepare(
+        strategy,
         Line(),
         optim_wrapper=SGD,
         param_scheduler=dict(type="LinearLR", start_factor=0.5, by_epoch=False),
@@ -37,12 +39,12 @@ def own_loop(kind: str, **options: Any) -> tuple[list[float], list[float]]:
     )
     rates, weights = [], []
     for number in range(4):
-        data = torch.full((2,), float(number + 1 + strategy.rank))
+        data = torch.full((2,), float(number + 1 + strategy.topology.rank))
         optim.update_params(model(data))
         rates.append(optim.get_lr()["lr"][0])
         schedulers[0].step()
         weights += [float((p.full_tensor() if hasattr(p, "full_tensor") else p).detach()) for p in model.parameters()]
-    strategy.teardown()
+    strategy.leave()
     return rates, weights
 
 
@@ -69,10 +71,10 @@ def test_what_is_returned() -> None:
     two = {name: dict(optimizer=dict(type="SGD", lr=0.1)) for name in ("a", "b")}
     strategy = SingleDeviceStrategy()
     pair = nn.ModuleDict({"a": Line(), "b": Line()})
-    _, _, schedulers = strategy.prepare(pair, optim_wrapper=two, param_scheduler=dict(type="StepLR", step_size=1))
+    _, _, schedulers = prepare(strategy, pair, optim_wrapper=two, param_scheduler=dict(type="StepLR", step_size=1))
     assert sorted(schedulers) == ["a", "b"]
     with pytest.raises(StrategyError, match="a strategy serves one model"):
-        strategy.prepare(pair, optim_wrapper=two)
+        prepare(strategy, pair, optim_wrapper=two)
 
 
 @pytest.mark.parametrize(

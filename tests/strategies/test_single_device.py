@@ -16,6 +16,7 @@ from flextrain.core.checkpoint import Checkpoint, save_checkpoint
 from flextrain.core.device.device import DEVICES
 from flextrain.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from flextrain.strategies import SingleDeviceStrategy, Strategy
+from flextrain.strategies.parts import aliases
 from flextrain.testing.models import Mlp
 
 ADAM = dict(type="Adam", lr=0.01)
@@ -65,7 +66,7 @@ def test_facts() -> None:
     model = Net()
     strategy, called, optim = prepared(model)
     assert called is strategy.module is model
-    assert (strategy.rank, strategy.world_size, strategy.topology.shard) == (0, 1, (0, 1))
+    assert (strategy.topology.rank, strategy.topology.world_size, strategy.topology.shard) == (0, 1, (0, 1))
     assert strategy.device == torch.device("cpu")
     assert strategy.optim is optim
     assert str(strategy.precision_report()) == "compute float32, parameters float32, gradients float32"
@@ -87,20 +88,20 @@ def test_without_setup_there_is_no_module() -> None:
 
 def test_teardown_may_be_called_again_and_frees_the_strategy() -> None:
     strategy, _, _ = prepared()
-    strategy.teardown()
-    strategy.teardown()
+    strategy.leave()
+    strategy.leave()
     with pytest.raises(StrategyError, match="no model yet"):
         _ = strategy.module
     strategy.setup(Net())
-    strategy.teardown()
+    strategy.leave()
 
 
 def test_evaluation_needs_no_optimizer() -> None:
     strategy, _, optim = prepared(optim=None)
     assert optim is None
-    assert {key.split(".")[0] for key in strategy.state_dict()} == {"model"}
-    template = strategy.load_template(strategy.state_dict())
-    strategy.load_state_dict(template | {"optim.group.head.weight.lr": 0.1})
+    assert {key.split(".")[0] for key in strategy.state()} == {"model"}
+    template = strategy.template(strategy.state())
+    strategy.load(template | {"optim.group.head.weight.lr": 0.1})
 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +110,7 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     message = '"SingleDeviceStrategy" runs in one process and 2 were started, choose "DDPStrategy" or start one'
     with pytest.raises(StrategyError, match=message):
-        SingleDeviceStrategy(device="cpu").setup_environment()
+        SingleDeviceStrategy(device="cpu").join()
 
 
 @pytest.mark.parametrize("kind", [kind for kind, spec in DEVICES.items() if not spec.is_available()])
@@ -181,7 +182,7 @@ def test_autocast_is_the_precisions() -> None:
 
 def test_keys_are_names_in_the_users_model() -> None:
     strategy, model, optim = prepared()
-    state = strategy.state_dict()
+    state = strategy.state()
     parameters = {"embed.weight", "body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias", "body.2.weight", "body.2.bias", "frozen", "unused"}  # fmt: skip
     buffers = {f"body.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
     assert {key.removeprefix("model.") for key in state if key.startswith("model.")} == parameters | buffers
@@ -193,14 +194,14 @@ def test_keys_are_names_in_the_users_model() -> None:
     assert state["optim.group.embed.weight.optimizer"] == "Adam"
     assert "optim.group.embed.weight.foreach" not in state
     step(model, optim)
-    created = {key.removeprefix("optim.state.").rpartition(".")[0] for key in strategy.state_dict() if key.startswith("optim.state")}  # fmt: skip
+    created = {key.removeprefix("optim.state.").rpartition(".")[0] for key in strategy.state() if key.startswith("optim.state")}  # fmt: skip
     assert created == parameters - {"frozen", "unused"}
-    assert strategy.aliases() == {"head.weight": "embed.weight"}
+    assert aliases(strategy) == {"head.weight": "embed.weight"}
 
 
 def test_state_is_live_and_not_copied() -> None:
     strategy, model, _ = prepared()
-    state = strategy.state_dict()
+    state = strategy.state()
     assert state["model.embed.weight"].data_ptr() == model.embed.weight.data_ptr()
     assert not state["model.embed.weight"].requires_grad
     assert strategy.model_state().keys() == {key[6:] for key in state if key.startswith("model.")}
@@ -208,10 +209,10 @@ def test_state_is_live_and_not_copied() -> None:
 
 def through_file(strategy: Strategy, other: Strategy, folder: Path) -> None:
     """Bring the state of one strategy to another as a checkpoint does."""
-    checkpoint = Checkpoint.open(save_checkpoint(folder / "a", strategy.state_dict()))
-    template = other.load_template(checkpoint.saved)
+    checkpoint = Checkpoint.open(save_checkpoint(folder / "a", strategy.state()))
+    template = other.template(checkpoint.saved)
     checkpoint.load(template)
-    other.load_state_dict({**checkpoint.values, **template})
+    other.load({**checkpoint.values, **template})
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -233,7 +234,7 @@ def test_every_optimizer_continues_exactly(tmp_path: Path, name: str) -> None:
     wrapper.param_groups[0]["lr"] *= 0.5  # as a scheduler does
     other, twin, twin_wrapper = prepared(optim=optim)
     through_file(strategy, other, tmp_path)
-    expected, found = strategy.state_dict(), other.state_dict()
+    expected, found = strategy.state(), other.state()
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         same = torch.equal(value, found[key]) if isinstance(value, Tensor) else value == found[key]
@@ -250,7 +251,7 @@ def test_groups_are_matched_by_parameter_and_not_by_position(tmp_path: Path) -> 
     step(model, wrapper)
     other, _, _ = prepared(optim=grouped)
     through_file(strategy, other, tmp_path)
-    mine, theirs = strategy.state_dict(), other.state_dict()
+    mine, theirs = strategy.state(), other.state()
     for key in mine:
         if key.startswith("optim.state"):
             assert torch.equal(mine[key], theirs[key]), key
@@ -283,13 +284,13 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
 def test_weights_alone_leave_the_optimizer_as_it_is(tmp_path: Path) -> None:
     strategy, model, wrapper = prepared()
     step(model, wrapper)
-    moments = {k: v.clone() for k, v in strategy.state_dict().items() if k.startswith("optim.state")}
-    weights = {key: value for key, value in prepared()[0].state_dict().items() if key.startswith("model.")}
-    template = strategy.load_template(weights)
+    moments = {k: v.clone() for k, v in strategy.state().items() if k.startswith("optim.state")}
+    weights = {key: value for key, value in prepared()[0].state().items() if key.startswith("model.")}
+    template = strategy.template(weights)
     for key, tensor in template.items():
         tensor.copy_(weights[key])
-    strategy.load_state_dict(template)
-    state = strategy.state_dict()
+    strategy.load(template)
+    state = strategy.state()
     assert all(torch.equal(state[key], value) for key, value in weights.items())
     assert all(torch.equal(state[key], value) for key, value in moments.items())
 
@@ -297,15 +298,15 @@ def test_weights_alone_leave_the_optimizer_as_it_is(tmp_path: Path) -> None:
 def test_a_parameter_that_the_checkpoint_lacks_starts_afresh(tmp_path: Path) -> None:
     strategy, model, wrapper = prepared()
     step(model, wrapper)
-    state = {key: value for key, value in strategy.state_dict().items() if ".body.2." not in key}
+    state = {key: value for key, value in strategy.state().items() if ".body.2." not in key}
     checkpoint = Checkpoint.open(save_checkpoint(tmp_path / "a", state))
     other, twin, twin_wrapper = prepared()
     step(twin, twin_wrapper)  # moments that belong to nothing in the checkpoint
-    template = other.load_template(checkpoint.saved)
+    template = other.template(checkpoint.saved)
     checkpoint.load(template)
-    other.load_state_dict({**checkpoint.values, **template})
-    created = {key for key in other.state_dict() if key.startswith("optim.state")}
-    assert created == {key for key in strategy.state_dict() if key.startswith("optim.state") and ".body.2." not in key}
+    other.load({**checkpoint.values, **template})
+    created = {key for key in other.state() if key.startswith("optim.state")}
+    assert created == {key for key in strategy.state() if key.startswith("optim.state") and ".body.2." not in key}
     step(twin, twin_wrapper)
 
 
@@ -317,13 +318,13 @@ def test_several_optimizers_keep_their_own(tmp_path: Path) -> None:
     model(X).backward()
     for wrapper in several.values():
         wrapper.step()
-    state = strategy.state_dict()
+    state = strategy.state()
     assert state["optim.group.body.0.weight.optimizer"] == "SGD"
     assert state["optim.group.embed.weight.optimizer"] == "Adam"
     assert "optim.state.body.0.weight.momentum_buffer" in state
     other, _, _ = prepared(optim=make())
     through_file(strategy, other, tmp_path)
-    found = other.state_dict()
+    found = other.state()
     assert all(torch.equal(found[k], v) if isinstance(v, Tensor) else found[k] == v for k, v in state.items())
 
 
@@ -354,7 +355,7 @@ def test_options_change_no_key_and_no_number(options: dict[str, Any]) -> None:
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
         plain_optim.update_params(losses[0])
         optim.update_params(losses[1])
-    assert other.state_dict().keys() == plain.state_dict().keys()
+    assert other.state().keys() == plain.state().keys()
     assert list(other.module.state_dict()) == list(plain.module.state_dict())
     torch._dynamo.reset()
 

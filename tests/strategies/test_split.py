@@ -35,7 +35,7 @@ def train(folder: Path, kind: str, iters: int, resume: Path | None = None) -> Pa
     options = dict(resume=dict(path=str(resume), data=False, random=False)) if resume else {}
     runner = make_runner(folder, strategy, iters, **options)
     runner.train()
-    strategy.teardown()
+    strategy.leave()
     found = find_latest(runner.work_dir)
     assert found is not None
     return found
@@ -101,18 +101,18 @@ def spoiled(folder: Path) -> tuple[list[str], list[str], str]:
     strategy = SplitStrategy(device="cpu", timeout_s=60)
     runner = make_runner(folder, strategy, 1)
     runner.train()
-    is_last = strategy.rank == strategy.world_size - 1
-    for name, parameter in strategy.named_parameters():
+    is_last = strategy.topology.rank == strategy.topology.world_size - 1
+    for name, parameter in strategy.parameters():
         if name == "layers.3.linear.bias":
             parameter.data[0] = torch.nan
     found = nonfinite_weights(runner)
     runner.save_checkpoint(folder, "spoiled")
     marked = list(Checkpoint.open(folder / "spoiled").nonfinite)
-    for name, parameter in strategy.named_parameters():
+    for name, parameter in strategy.parameters():
         if name == "embed.weight" and is_last:
             parameter.data += 1
     heard = hear(lambda: runner.save_checkpoint(folder, "astray"))
-    strategy.teardown()
+    strategy.leave()
     return found, marked, heard
 
 
@@ -135,7 +135,7 @@ def load(folder: Path, file: Path) -> str:
     strategy = SplitStrategy(device="cpu", timeout_s=60)
     runner = make_runner(folder, strategy, 1)
     heard = hear(lambda: runner.load_checkpoint(str(file), strict=True))
-    strategy.teardown()
+    strategy.leave()
     return heard
 
 
@@ -157,7 +157,7 @@ def test_what_one_process_misses_is_an_error_on_all(workers: Workers, tmp_path: 
 def load_in_parts(path: Path) -> list[str]:
     """Templates of other keys on each process, none on the first, and one that the checkpoint lacks on the last."""
     strategy = SplitStrategy(device="cpu", timeout_s=60)
-    strategy.setup_environment()
+    strategy.join()
     last, rank = dist.get_world_size() - 1, dist.get_rank()
     checkpoint = Checkpoint.open(path)
     target = {f"model.layers.{rank}.linear.bias": torch.zeros(5)} if rank else {}
@@ -171,7 +171,7 @@ def load_in_parts(path: Path) -> list[str]:
                 raise CheckpointError(f"on {rank}")
 
     heard.append(hear(fail))
-    strategy.teardown()
+    strategy.leave()
     return heard
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flextrain.core.checkpoint import FlatShard
+from flextrain.strategies.parts import state_memory
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train
 
@@ -49,7 +50,7 @@ def told_and_held(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """In a worker: (parameters, optimizer state, gradients) as told before an update, and as they are; then what is trained."""
     with started(SPECS[name], "plain", RECIPE) as session:
         strategy, model = session.strategy, session.strategy.module
-        told = strategy.state_memory()
+        told = state_memory(strategy)
         gradients: list[int] = []
         optimizer = session.optim.optimizer
         inner = getattr(optimizer, "optimizer", optimizer)
@@ -78,7 +79,7 @@ def told_and_held(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         masters = [parameter for parameter in updated if id(parameter) not in own]
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         found = sum(map(held_parameter, tensors.values())), sum(map(held, (*state, *masters))), *gradients
-        assert told == strategy.state_memory(), "an update changes nothing"
+        assert told == state_memory(strategy), "an update changes nothing"
     assert told.optimizer_state is not None
     return (told.parameters, told.optimizer_state, told.gradients), found
 

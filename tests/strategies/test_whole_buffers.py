@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flextrain import OptimWrapper, Strategy
 from flextrain.core.base.registry import STRATEGIES
+from flextrain.strategies.parts import full_weights, share_buffers
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train
 from flextrain.testing.models import SmallModel
@@ -60,7 +61,7 @@ class Run:
     def __init__(self, strategy: dict[str, Any]) -> None:
         torch.manual_seed(0)
         self.strategy: Strategy = STRATEGIES.build(dict(strategy), "strategy")
-        self.strategy.setup_environment()
+        self.strategy.join()
         self.called, optim = self.strategy.setup(Net(), OptimWrapper(dict(type="SGD", lr=0.1)))
         assert isinstance(optim, OptimWrapper)
         self.optim = optim
@@ -94,10 +95,10 @@ def trains(strategy: dict[str, Any], by_layer: bool, asks: bool) -> tuple[Any, A
     try:
         losses = run.train(0)
         objects, before = run.live(), values(run.live())
-        weights = {name: plain(p).detach().clone() for name, p in run.strategy.named_parameters()}
+        weights = {name: plain(p).detach().clone() for name, p in run.strategy.parameters()}
         found = outputs = None
         for _ in range(2 if asks else 0):
-            with run.strategy.full_weights(by_layer=by_layer) as model:
+            with full_weights(run.strategy, by_layer=by_layer) as model:
                 found = {name: tensor.clone() for name, tensor in model.named_buffers()}
                 if model is not run.strategy.module:
                     same(run.live(), before)
@@ -109,16 +110,16 @@ def trains(strategy: dict[str, Any], by_layer: bool, asks: bool) -> tuple[Any, A
                 outputs = model.eval()(**Net.sample(8, 3), mode="tensor").detach().clone()
             same(run.live(), before)
             assert all(one is objects[name] for name, one in run.live().items())
-            same({name: plain(p) for name, p in run.strategy.named_parameters()}, weights)
+            same({name: plain(p) for name, p in run.strategy.parameters()}, weights)
         losses += run.train(2)
         if asks:
-            with run.strategy.full_weights() as model:
+            with full_weights(run.strategy) as model:
                 given = {name: tensor.clone() for name, tensor in model.named_buffers()}
-            run.strategy.share_buffers()  # what evaluation does
+            share_buffers(run.strategy)  # what evaluation does
             same(given, {name: one for name, one in run.live().items() if one.is_floating_point()})
         return losses, (found, outputs), (data.index, before)
     finally:
-        run.strategy.teardown()
+        run.strategy.leave()
 
 
 def check(group: WorkerGroup, strategy: dict[str, Any], by_layer: bool = False) -> None:

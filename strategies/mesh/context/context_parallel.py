@@ -20,8 +20,7 @@ from ....core.model.base_model import class_name, overrides
 from ....core.model.token_counts import takes_number_of_items
 from ....core.random.generators import torch_states
 from ....core.torch_compat.torch_private import is_compiled
-from ...base import NOTHING, EvalStep, TrainStep
-from ...state import Optim
+from ...base import NOTHING, EvalStep, Optim, TrainStep
 from ..axis import Axis, CheckWindow, Evaluate, RunWindow
 from .attention import SequenceAttention
 from .batches import CutBatch, SequenceBatches, gather_outputs

@@ -19,10 +19,9 @@ from ....core.base.rehearsing import rehearsing
 from ....core.comm.collectives import all_gather_object, group_with_this_process
 from ....core.device.device import DEVICES
 from ....core.model.base_model import overrides
-from ...base import EvalStep, TrainStep
-from ...fsdp.units import choose_units
+from ...base import EvalStep, Optim, TrainStep
+from ...fsdp import choose_units
 from ...names import tied
-from ...state import Optim
 from ..axis import Axis, CheckWindow, Evaluate, Layout, RunWindow
 from ..config import MeshConfig
 from .chain import Chain, chain_of, put_in_order, split_of

@@ -15,10 +15,9 @@ from ....core.base.errors import ConfigError, StrategyError, one_of, suggest
 from ....core.base.rehearsing import not_checked, rehearsing
 from ....core.model.base_model import overrides, own_run_forward, takes_mode
 from ....optim.wrapper import OptimWrapper
-from ...base import EvalStep, TrainStep
-from ...fsdp.units import choose_roots
+from ...base import EvalStep, Optim, TrainStep
+from ...fsdp import choose_roots
 from ...sharding import check_divided
-from ...state import Optim
 from ..axis import Axis, CheckWindow, Evaluate, Layout, RunWindow
 from ..config import MeshConfig
 from ..plans import check_heads_given, check_styles_given, choose_plan, described, nearest_rule

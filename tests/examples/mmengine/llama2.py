@@ -71,7 +71,7 @@ def train():
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, force=True)
     policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
     strategy = FSDPStrategy(model_wrapper=dict(auto_wrap_policy=policy))
-    strategy.setup_environment()
+    strategy.join()
     visualizer = Visualizer(
         name="llama2", save_dir=args.output_dir, vis_backends=[dict(type=JsonLinesReporter)] if is_main() else []
     )
@@ -116,7 +116,7 @@ def train():
         for scheduler in schedulers:
             scheduler.step()
     visualizer.close()
-    strategy.teardown()
+    strategy.leave()
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def run(step: dict[str, Any]) -> None:
 def clean_up(runners: list[Any]) -> None:
     """Leave no group and no instance that code finds without being given it."""
     for runner in runners:
-        runner.strategy.teardown()
+        runner.strategy.leave()
     runners.clear()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
