@@ -12,18 +12,17 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+# The session of pytest-xdist that only hands out tests does without torch: what needs it is imported where it is used.
+if TYPE_CHECKING:
+    from flextrain.testing import WorkerGroup
 
 # Before torch is imported, for this process and all that tests start: the models are too small for several threads, which
 # would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-from flextrain.testing import WorkerGroup
-from flextrain.testing._worker import serve
-from flextrain.testing.loop import environ
-from flextrain.testing.workers import NO_ACCELERATORS
 
 # Set by libraries when they are first used, not by the test that happened to use them first.
 LIBRARY_VARIABLES = (
@@ -48,7 +47,7 @@ IMPORTS = [
 # Tests with one of these fixtures have the marker ``processes``, as all have that are ``distributed``.
 PROCESS_FIXTURES = frozenset({"workers", "run_example", "simulated_npu", "wheel_files"})
 
-WorkerFactory = Callable[[int], WorkerGroup]
+WorkerFactory = Callable[[int], "WorkerGroup"]
 
 
 LEFT_TO_FULL = Path(__file__).with_name("left_to_full.txt")
@@ -85,6 +84,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @functools.cache
 def start_fork_server() -> None:
     """Start the process that workers are forked from, before a group that a test makes does it without the imports."""
+    from flextrain.testing._worker import serve
+    from flextrain.testing.loop import environ
+    from flextrain.testing.workers import NO_ACCELERATORS
+
     with environ(OMP_NUM_THREADS="1", **NO_ACCELERATORS):
         forkserver.set_forkserver_preload([serve.__module__, *IMPORTS])
         forkserver.ensure_running()
@@ -93,6 +96,8 @@ def start_fork_server() -> None:
 @pytest.fixture(scope="session")
 def workers() -> Iterator[WorkerFactory]:
     """``workers(n)`` is the session's group of n processes, started when it is first asked for."""
+    from flextrain.testing import WorkerGroup
+
     groups: dict[int, WorkerGroup] = {}
 
     def group_of(world_size: int) -> WorkerGroup:

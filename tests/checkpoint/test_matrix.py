@@ -25,7 +25,7 @@ from ..conftest import WorkerFactory
 
 pytestmark = pytest.mark.distributed
 
-DONE, MORE = 6, 4
+DONE, MORE = 4, 3
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": dict(type="AdamW", lr=2e-3, weight_decay=0.05),
     "momentum": dict(type="SGD", lr=0.02, momentum=0.9, weight_decay=1e-3),

@@ -12,10 +12,20 @@ import pytest
 import torch
 from torch import nn
 
+from flextrain.core.base.errors import StrategyError
 from flextrain.optim import gradients
 from flextrain.optim.gradients import ModelGroup
 from flextrain.strategies.mesh.pipeline.chain import balanced
-from flextrain.strategies.mesh.pipeline.orders import SCHEDULES, awaited, orders_of, route_of, sent
+from flextrain.strategies.mesh.pipeline.orders import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    awaited,
+    can_end,
+    orders_of,
+    route_of,
+    sent,
+)
 from flextrain.strategies.mesh.pipeline.pipeline_parallel import Ties
 from flextrain.strategies.mesh.pipeline.stages import StageRun
 from flextrain.testing import WorkerGroup
@@ -113,13 +123,43 @@ def test_what_is_said_to_have_arrived_has(name: str) -> None:
             assert all(message in waited_for for message in messages)
 
 
-def test_1f1b_holds_as_many_micro_batches_as_stages_follow() -> None:
-    for rank, order in enumerate(orders_of("1f1b", 4, 1, 8)):
-        held = most = 0
+@pytest.mark.parametrize("micro_batches", [4, 8, 32])
+@pytest.mark.parametrize(
+    "name, each, expected",
+    [
+        ("gpipe", 1, [None] * 4),  # all of them
+        ("1f1b", 1, [4, 3, 2, 1]),  # as many as stages follow
+        ("interleaved_1f1b", 2, [11, 9, 7, 5]),
+        ("interleaved_1f1b", 3, [15, 13, 11, 9]),
+        ("zero_bubble", 1, [4] * 4),
+        ("zero_bubble", 2, [8] * 4),
+        ("zbv", 2, [8] * 4),
+    ],
+)
+def test_as_many_micro_batches_are_held_as_the_schedule_promises(
+    name: str, each: int, expected: list[int | None], micro_batches: int
+) -> None:
+    for order, allowed in zip(orders_of(name, 4, each, micro_batches), expected, strict=True):
+        held = [0]
         for kind, _, _ in order:
-            held += 1 if kind == "F" else -1
-            most = max(most, held)
-        assert most == 4 - rank
+            held.append(held[-1] + {"F": 1, "B": -1, "I": 0, "W": -1}[kind])
+        most = micro_batches * each if allowed is None else min(allowed, micro_batches * each)
+        assert max(held) == most
+
+
+def test_an_order_that_cannot_end_is_refused() -> None:
+    with pytest.raises(StrategyError, match="interleaved_1f1b has no order for 5 micro-batches over 12 stages"):
+        orders_of("interleaved_1f1b", 4, 3, 5)
+    first = [Action("F", 0, 0), Action("F", 2, 0), Action("B", 2, 0), Action("B", 0, 0)]
+    last = [Action("F", 1, 0), Action("F", 3, 0), Action("B", 3, 0), Action("B", 1, 0)]
+    assert can_end([first, last], 4)
+    # The backward of stage 1 waits for stage 3, by way of stage 2, and stage 3 begins after it.
+    assert not can_end([first, [last[0], last[3], *last[1:3]]], 4)
+    with (
+        patch.dict(SCHEDULES, own=Schedule((2,), False, False, lambda *_: [first, [last[0], last[3], *last[1:3]]])),
+        pytest.raises(StrategyError, match="own has no order for 1 micro-batches over 4 stages"),
+    ):
+        orders_of("own", 2, 2, 1)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from flextrain.core.base.errors import ConfigError
 from flextrain.optim import AmpOptimWrapper, OptimWrapper, build_optim_wrapper
-from flextrain.strategies import SingleDeviceStrategy
+from flextrain.optim.gradients import ModelGroup
+from flextrain.strategies import DDPStrategy, SingleDeviceStrategy
+from flextrain.testing import WorkerGroup
 
 SGD = dict(type="SGD", lr=0.1)
 START = 2.0**16  # torch's first loss scale
@@ -94,6 +96,32 @@ def test_an_overflow_skips_the_update_and_halves_the_scale(optimizer: dict[str, 
     update(model, wrapper)
     assert (wrapper.last_step.skipped, wrapper.plain_values()["scaler"]["scale"]) == (False, START / 2)
     assert not torch.equal(model.linear.weight, before)
+
+
+def overflows_on_one() -> list[tuple[bool, bool, float]]:
+    """In a worker: three updates of processes that hold different parts of a model, of which rank 1 overflows in the second."""
+    strategy = DDPStrategy(device="cpu")
+    strategy.setup_environment()
+    try:
+        model, wrapper = Net(), AmpOptimWrapper(SGD, dtype="float16")
+        wrapper.attach(strategy.device, lambda: torch.autocast("cpu", torch.float16))
+        wrapper.build(model)
+        wrapper.spread(ModelGroup(None, (), torch.float32, strategy.device))
+        found = []
+        for number in range(3):
+            before = model.linear.weight.detach().clone()
+            update(model, wrapper, times=math.inf if (number, strategy.rank) == (1, 1) else 1.0)
+            is_still = torch.equal(model.linear.weight, before)
+            found.append((wrapper.last_step.skipped, is_still, wrapper.plain_values()["scaler"]["scale"]))
+        return found
+    finally:
+        strategy.teardown()
+
+
+@pytest.mark.distributed
+def test_an_overflow_of_one_part_of_a_model_skips_the_update_of_all(workers2: WorkerGroup) -> None:
+    expected = [(False, False, START), (True, True, START / 2), (False, False, START / 2)]
+    assert workers2.run(overflows_on_one) == [expected, expected]
 
 
 def test_a_fixed_scale_stays() -> None:

@@ -99,9 +99,26 @@ RECIPES = {
     "bf16-accumulate-clip": Recipe(MOMENTUM, (BATCH,) * 10, dict(accumulative_counts=4, **CLIP), bf16=True),
     "ragged-targets": Recipe(MOMENTUM, (BATCH,) * 5, dict(accumulative_counts=2), ragged=True),
 }
-# With or without accumulation, clipping and bfloat16; some with all models always, the others with all under ``full``.
-ON_ALL_MODELS = ("accumulate-clip",)
-ON_ALL_IN_FULL = ("adamw", "adamw-clip", "accumulate", "bf16", "bf16-clip", "bf16-accumulate", "bf16-accumulate-clip")
+# Each has what no other has; what they combine stands alone under ``full``, beside these on other models.
+ALWAYS = {
+    "accumulate-clip": TinyTransformer,
+    "smaller-last-batch": TinyTransformer,
+    "uneven-counts": HalfFrozen,
+    "uneven-counts-accumulate": Mlp,
+    "bf16-accumulate-clip": Mlp,
+    "ragged-targets": ConvNet,
+}
+# With or without accumulation, clipping and bfloat16.
+ON_ALL_MODELS = (
+    "adamw",
+    "adamw-clip",
+    "accumulate",
+    "accumulate-clip",
+    "bf16",
+    "bf16-clip",
+    "bf16-accumulate",
+    "bf16-accumulate-clip",
+)
 
 
 def global_windows(model: type[SmallModel], recipe: Recipe, updates: int) -> list[list[Batch]]:
@@ -168,9 +185,8 @@ def cases() -> list[Any]:
     for strategy in STRATEGIES:
         for i, name in enumerate(RECIPES):
             for model in MODELS:
-                in_turn = model is MODELS[i % len(MODELS)]
-                if in_turn or name in ON_ALL_MODELS + ON_ALL_IN_FULL:
-                    found.append(((strategy, model, name), in_turn or name in ON_ALL_MODELS))
+                if model is MODELS[i % len(MODELS)] or name in ON_ALL_MODELS:
+                    found.append(((strategy, model, name), model is ALWAYS.get(name)))
     for strategy in VARIANTS:
         found.append(((strategy, TinyTransformer, "accumulate-clip"), True))
         found.append(((strategy, HalfFrozen, "smaller-last-batch"), True))

@@ -30,7 +30,7 @@ from flextrain import ConfigError
 from flextrain.core.random.generators import RandomStream
 from flextrain.runner import DefaultSampler, InfiniteSampler, build_dataloader, pseudo_collate
 from flextrain.runner.data.dataloaders import TrainData
-from flextrain.runner.data.samplers import Repeatable
+from flextrain.runner.data.samplers import DividedSampler, Repeatable
 
 from .training import Samples
 
@@ -514,3 +514,12 @@ def test_the_epoch_reaches_the_sampler_inside_a_batch_sampler() -> None:
     data = TrainData(loader(dict(batch_size=5, batch_sampler=BatchSampler)), 1, seed=0)
     assert sorted(chain(*chain(*windows(data, 0)))) == NUMBERS
     assert windows(data, 0) != windows(data, 1)
+
+
+@pytest.mark.parametrize(
+    "fill, expected", [(True, [[0, 3, 6], [1, 4, 0], [2, 5, 1]]), (False, [[0, 3, 6], [1, 4], [2, 5]])]
+)
+def test_processes_without_one_of_the_last_items_repeat_the_first_ones(fill: bool, expected: list[list[int]]) -> None:
+    divided = [DividedSampler(range(7), (index, 3), fill) for index in range(3)]
+    assert [list(one) for one in divided] == expected
+    assert [len(one) for one in divided] == [len(one) for one in expected]

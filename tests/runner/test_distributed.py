@@ -29,6 +29,7 @@ from .training import (
     Samples,
     SaveEvery,
     Watch,
+    Weighted,
     change_values,
     differences,
     make_runner,
@@ -174,22 +175,6 @@ def test_an_overflow_on_one_process_skips_the_update_on_all(tmp_path: Path, work
 
 
 # The loss of ragged batches
-
-
-class Weighted(nn.Module):
-    """The mean over items that are not left out, of which the processes have different numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(6, 1, bias=False).double()
-        nn.init.constant_(self.net.weight, 0.1)
-
-    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "loss") -> Any:
-        kept = y == 1
-        return {"loss": ((self.net(x[kept].double()) - 1) ** 2).sum() / kept.sum()}
-
-    def loss_weight(self, data_batch: Any) -> Tensor:
-        return (data_batch["y"] == 1).sum()
 
 
 def weighted(folder: str, batch_size: int, accumulate: int) -> tuple[Tensor, Tensor]:

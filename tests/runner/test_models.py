@@ -18,7 +18,7 @@ from flextrain.core.model.base_model import BaseDataPreprocessor
 from flextrain.runner.hooks import Hook
 from flextrain.strategies.parts import check_window
 
-from .training import SGD, Net, Samples, Watch, differences, make_runner, validation, whole_state
+from .training import SGD, Net, Samples, Watch, Weighted, differences, make_runner, validation, whole_state
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -581,22 +581,6 @@ def test_a_train_step_that_gives_no_dict(tmp_path: Path) -> None:
 
 
 # The loss of ragged batches
-
-
-class Weighted(nn.Module):
-    """The mean over items that are not left out; in float64, so that sums may be taken in another order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(6, 1, bias=False).double()
-        nn.init.constant_(self.net.weight, 0.1)
-
-    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "loss") -> Any:
-        kept = y == 1
-        return {"loss": ((self.net(x[kept].double()) - 1) ** 2).sum() / kept.sum()}
-
-    def loss_weight(self, data_batch: Any) -> Tensor:
-        return (data_batch["y"] == 1).sum()
 
 
 def test_loss_weight_makes_the_split_into_micro_batches_irrelevant(tmp_path: Path) -> None:

@@ -196,19 +196,34 @@ def test_the_end_of_another_rank_is_in_a_file_of_its_own(
 # Ctrl-C
 
 
+# What a shell starts in the background ignores the signal, and so would this. Without workers: one that is interrupted while
+# it sends a batch prints a traceback of its own.
+SCRIPT = """
+import signal, sys, torch
+from flextrain import FlexibleRunner, Hook
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Ready(Hook):
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.iter == 20:
+            print("ready", flush=True)
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return {"loss": super().forward(x).square().mean()}
+
+FlexibleRunner(
+    model=Net(4, 1), work_dir=sys.argv[1], train_dataloader=torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=4),
+    optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.01)), train_cfg=dict(by_epoch=False, max_iters=10**7),
+    custom_hooks=[Ready()], log_level="INFO", default_hooks=dict(checkpoint=dict(by_epoch=False, interval=10)),
+).train()
+"""
+
+
 @pytest.mark.processes
 def test_ctrl_c_ends_with_the_line_that_says_what_to_resume_from(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        # What a shell starts in the background ignores the signal, and so would this. Without workers: one that is
-        # interrupted while it sends a batch prints a traceback of its own.
-        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        + SCRIPT.replace("WARNING", "INFO")
-        .replace("interval=", "by_epoch=False, interval=")
-        .replace(", num_workers=1, persistent_workers=True", ""),
-        str(tmp_path),
-    ]
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -349,47 +364,3 @@ def test_a_forked_child_dies_of_the_signal_as_ever(tmp_path: Path) -> None:
 
     run(tmp_path, At(5, end_the_child)).train()
     assert child.exitcode == -signal.SIGTERM
-
-
-SCRIPT = """
-import sys, torch
-from flextrain import FlexibleRunner, Hook
-
-class Ready(Hook):
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        if runner.iter == 20:
-            print("ready", flush=True)
-
-class Net(torch.nn.Linear):
-    def forward(self, x):
-        return {"loss": super().forward(x).square().mean()}
-
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-    def __getitem__(self, i):
-        return torch.ones(4) * i
-
-data = torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=1, persistent_workers=True)
-FlexibleRunner(
-    model=Net(4, 1), work_dir=sys.argv[1], train_dataloader=data, optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.01)),
-    train_cfg=dict(by_epoch=False, max_iters=10**7), custom_hooks=[Ready()], log_level="WARNING",
-    default_hooks=dict(checkpoint=dict(interval=10)),
-).train()
-"""
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_a_scheduler_signals_the_process_and_its_workers(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stdout is not None
-    try:
-        assert any(line == "ready\n" for line in process.stdout)
-        os.killpg(process.pid, signal.SIGTERM)
-        process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 143
-    assert "Ended by SIGTERM after" in log_file(tmp_path)
