@@ -1,4 +1,4 @@
-"""The fuzzer itself: a part of it for half a minute, and that it finds faults; ``make test-fuzz`` is the whole."""
+"""The fuzzer itself: a part of it for a minute, and that it finds faults; ``make test-fuzz`` is the whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .run import STRATEGIES, fuzz, run_case, summary
 
 pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
 
-SECONDS = 5.0  # for each of the parts, which sessions of pytest run beside each other
+SECONDS = 10.0  # for each of the parts, which sessions of pytest run beside each other
 PARTS = 6
 
 
