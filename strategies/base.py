@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ..core.base.errors import ConfigError, StrategyError, one_of, suggest
 from ..core.base.overriding import overridden
 from ..core.base.registry import MODELS
-from ..core.base.rehearsing import rehearsing
 from ..core.comm import collectives as dist
 from ..core.comm.agreement import description, first_difference
 from ..core.comm.collectives import share_weights
@@ -165,11 +164,10 @@ def spread_updates(
             for parameter in group["params"]
         }
         kinds = {parameter.dtype for parameter in own.values()}
-        everyones = dist.all_gather_object((set(own), kinds), topology.model)
-        before = set().union(*(names for names, _ in everyones[: topology.index_in_model]))
-        if rehearsing():  # the others have other parameters
-            before = set()
-        dtype = functools.reduce(torch.promote_types, set().union(*(kinds for _, kinds in everyones)), torch.float32)
+        index = topology.index_in_model
+        everyones = dist.all_gather_object((index, set(own), kinds), topology.model)
+        before = set().union(*(names for other, names, _ in everyones if other < index))
+        dtype = functools.reduce(torch.promote_types, set().union(*(kinds for *_, kinds in everyones)), torch.float32)
         elsewhere = [parameter for name, parameter in own.items() if name in before]
         wrapper.spread(ModelGroup(topology.model, elsewhere, dtype, device))
 
@@ -333,8 +331,7 @@ class Strategy(WholeWeights):
         self._puts_off_sync = type(self).grad_sync is not Strategy.grad_sync or bool(overridden(self, "grad_sync"))
         self._check_precision()
         if optim is not None:
-            if not rehearsing():  # whose observers register hooks
-                self._parameters = AsAtSetup(lambda: self.module, self._arranged())
+            self._parameters = AsAtSetup(lambda: self.module, self._arranged())
             check_savable(self.module, self.left_out())
             self._at_setup = tensor_names(self.module)
         self._names.gather(self.module)
@@ -380,8 +377,7 @@ class Strategy(WholeWeights):
 
     def _place(self, model: nn.Module) -> None:
         """Move the model to the device, and give every process rank 0's weights."""
-        if not rehearsing():  # there, they are on the device, and cannot be moved
-            model.to(self.device)
+        model.to(self.device)
         share_weights(model)
 
     def _wrap(self, model: nn.Module) -> nn.Module:
@@ -473,7 +469,8 @@ class Strategy(WholeWeights):
 
         By default itself, or None if ``needs.processes`` says that its ranks must be real processes. Such a strategy can
         return one with the same options that makes the tensors and calls the collectives of a rank by formula, as plain
-        operations of torch, and that says by ``core.rehearsing.announce`` what memory is for. Plans say that it is so.
+        operations of torch, and that has a method ``tell(listen)``: ``listen(kind, tensors)`` is to be called with what the memory of
+        tensors is for. Plans say that it is so.
         """
         return None if self.needs.processes else self
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..core.base.errors import StrategyError, counted, suggest
-from ..core.base.rehearsing import rehearsing
 from ..core.checkpoint.replicas import FrozenPrints
 from ..core.comm.collectives import floating_buffers
 from ..core.model.module_state import tensor_names
@@ -260,7 +259,7 @@ class CanonicalState(ProcessEnvironment):
         Raises:
             StrategyError: parameters that were not initialised at set-up were not loaded since; see ``note_initialised``.
         """
-        if self._uninitialised and not rehearsing():
+        if self._uninitialised:
             names = [name for name, _ in self.named_parameters() if name in self._uninitialised]
             more = f" and {counted(len(names) - 1, 'other parameter')}" if len(names) > 1 else ""
             raise StrategyError(

@@ -24,8 +24,8 @@ STRATEGY_FREE = re.compile(
 MAX_LINES = 900  # 200 to 600 are usual: a file holds one idea that has a name in the field
 CHECKPOINT_LIBRARY = "torch.distributed.checkpoint"
 TORCH_PRIVATE = {
-    f"flextrain.core.{name}_private"
-    for name in (*(f"torch_compat.{what}" for what in ("torch", "dtensor", "group", "rehearsing")), "checkpoint.dcp")
+    *(f"flextrain.core.{name}_private" for name in ("torch_compat.torch", "torch_compat.dtensor", "checkpoint.dcp")),
+    *(f"flextrain.{name}_private" for name in ("plan.rehearsing", "testing.simulation.group")),
 }
 CHECKPOINT_HOME = re.compile(r"flextrain\.core\.checkpoint(\.|$)")
 # They talk to the other processes, or write a file for each; anybody else asks strategy.topology what a process is.

@@ -31,6 +31,10 @@ ON_TERMINAL = "on_terminal"
 """What a console shows in place of the record's text if it is a terminal; it has ``drawn()``, which returns it for rich."""
 
 
+unchecked = logging.getLogger("flextrain.unchecked")
+"""Says which comparison of values was left out, because tensors have none."""
+
+
 # What the interpreter shows of flextrain's own errors that nobody catches: one line, of one process of a machine.
 #
 # Errors of other kinds are shown as ever, and so are those that a bug of the user's has caused.

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from ..core.base.errors import ConfigError, FlexTrainError, suggest
-from ..core.base.rehearsing import rehearsal
-from ..core.torch_compat.rehearsing_private import device_errors, value_errors
 from ..optim.wrapper import OptimWrapper
 from ..strategies.base import Strategy
 from ..strategy_options import own_dtype, strategy_options
 from ..user_script import runner_arguments
 from .plan import PlannedJob, RankPlan
+from .rehearsing import rehearsal
+from .rehearsing_private import device_errors, value_errors
 from .update import Facts, Training, set_seed
 
 # Run one rank of a job: in a process of its own as one of many, or as one of the processes that there are.

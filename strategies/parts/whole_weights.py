@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from ...core.base.byte_sizes import bytes_of, size_text
 from ...core.base.errors import ConfigError, StrategyError, counted
-from ...core.base.rehearsing import rehearsing
 from ...core.comm.agreement import gather_differing, raising_together
 from ...core.comm.collectives import can_be_averaged, floating_buffers, side_group
 from ...core.model.base_model import class_name
@@ -402,8 +401,7 @@ class WholeWeights(CanonicalState):
         return None
 
     def _note_blueprint(self, model: nn.Module, shape_of: Callable[[Tensor], Sequence[int]]) -> None:
-        if not rehearsing():
-            self._blueprint = Blueprint(model, shape_of)
+        self._blueprint = Blueprint(model, shape_of)
 
     def _agreed(
         self, ranks: Collection[int] | None, memory_limit: int | str | None, by_layer: bool

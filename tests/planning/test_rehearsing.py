@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from flextrain.core.base import rehearsing
 from flextrain.core.base.errors import StrategyError
-from flextrain.core.torch_compat.rehearsing_private import is_fake, quick_fake_mode
-from flextrain.plan.ledger import Ledger, Network
+from flextrain.core.torch_compat.torch_private import is_fake
+from flextrain.plan import rehearsing
+from flextrain.plan.rehearsing_private import quick_fake_mode
 from flextrain.strategies.base import Strategy
 from flextrain.strategies.config import Needs
 
@@ -17,7 +17,6 @@ def test_a_version_of_torch_that_was_not_checked_is_one_line(monkeypatch):
     says = r"^plan: torch \S+ was not checked, figures might be wrong; plan with torch 1\.0"
     with pytest.raises(StrategyError, match=says), rehearsing.rehearsal(0, 2):
         pass
-    assert not rehearsing.rehearsing()
     assert not torch.distributed.is_initialized()
 
 
@@ -84,12 +83,3 @@ def test_what_needs_real_processes_cannot_be_rehearsed():
     assert Threads().for_rehearsal() is None
     ordinary = Strategy()
     assert ordinary.for_rehearsal() is ordinary
-
-
-def test_memory_is_announced_to_books_that_are_open():
-    with Ledger(0, Network(1)) as ledger:
-        kept = torch.zeros(10)
-        rehearsing.announce("gradients", [kept])
-        assert ledger.memory.in_use() == {"gradients": 40}
-    rehearsing.announce("parameters", [kept])
-    assert ledger.memory.in_use() == {"gradients": 40}
