@@ -132,15 +132,16 @@ def all_gather_small(values: Sequence[int], group: Any) -> list[list[int]]:
     communications in multiport message-passing systems).
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    known = torch.tensor([values] * size, device="cpu")
-    count = 1
-    while count < size:
-        more = min(count, size - count)
-        sent: Any = dist.isend(known[:more], group=group, group_dst=(rank - count) % size)
-        dist.recv(known[count : count + more], group=group, group_src=(rank + count) % size)
-        sent.wait()
-        count += more
-    return [list(row) for row in known.roll(rank, 0).tolist()]
+    with with_values():
+        known = torch.tensor([values] * size, device="cpu")
+        count = 1
+        while count < size:
+            more = min(count, size - count)
+            sent: Any = dist.isend(known[:more], group=group, group_dst=(rank - count) % size)
+            dist.recv(known[count : count + more], group=group, group_src=(rank + count) % size)
+            sent.wait()
+            count += more
+        return [list(row) for row in known.roll(rank, 0).tolist()]
 
 
 def broadcast_tensors(tensors: list[Tensor], src: int = 0, bucket_bytes: int = 25 * 2**20, group: Any = None) -> None:
@@ -207,7 +208,7 @@ def broadcast_object(value: T, src: int = 0, group: Any = None) -> T:
         # In place, as a tensor is broadcast: where no other process sends anything, the own value stays.
         message = torch.frombuffer(bytearray(data[: int(size)].ljust(int(size))), dtype=torch.uint8)
         dist.broadcast(message, src, group=group)
-    return value if get_rank() == src else pickle.loads(message.numpy().data)  # type: ignore[no-any-return]
+        return value if get_rank() == src else pickle.loads(message.numpy().data)  # type: ignore[no-any-return]
 
 
 def all_gather_object(value: T, group: Any = None) -> list[T]:
@@ -241,7 +242,7 @@ def gather_object(value: T, group: Any = None) -> list[T] | None:
         longest = all_reduce(torch.tensor(len(data), device="cpu"), "max", group)
         message = torch.frombuffer(bytearray(data) + bytes(int(longest) - len(data)), dtype=torch.uint8)
         found = gather_tensor(message, group)
-    return None if found is None else [pickle.loads(one.numpy().data) for one in found]  # it ends before the padding
+        return None if found is None else [pickle.loads(one.numpy().data) for one in found]  # it ends before the padding
 
 
 def gather_tensor(tensor: Tensor, group: Any = None) -> list[Tensor] | None:

@@ -458,7 +458,8 @@ class FSDPStrategy(Strategy):
             settle_unit(unit)
             if not self.config.compile:
                 watch_first_forward(unit, names)
-        if (data := self._averaged_over()).count > 1:
+        # Only by values do processes take different ways through the model.
+        if (data := self._averaged_over()).count > 1 and all(map(has_values, model.parameters())):
             self._used = UsedParameters(model, (*self._units, *roots), data, self.device, self.topology.rank)
             self._keep_order(roots, names, data)
         if self.config.prefetch is not None:
