@@ -242,7 +242,9 @@ def gather_object(value: T, group: Any = None) -> list[T] | None:
         longest = all_reduce(torch.tensor(len(data), device="cpu"), "max", group)
         message = torch.frombuffer(bytearray(data) + bytes(int(longest) - len(data)), dtype=torch.uint8)
         found = gather_tensor(message, group)
-        return None if found is None else [pickle.loads(one.numpy().data) for one in found]  # it ends before the padding
+        return (
+            None if found is None else [pickle.loads(one.numpy().data) for one in found]
+        )  # it ends before the padding
 
 
 def gather_tensor(tensor: Tensor, group: Any = None) -> list[Tensor] | None:
