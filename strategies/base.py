@@ -209,7 +209,7 @@ class Strategy(WholeWeights):
     Config: ClassVar[type[StrategyConfig]] = StrategyConfig
     needs: ClassVar[Needs] = Needs()
     short_names: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Short names for ``strategy=`` and `flextrain verify`, each with its options; not inherited."""
+    """Short names for ``strategy=`` and the command line, each with its options; not inherited."""
     not_promised: ClassVar[Mapping[str, str]] = {}
     """Checks of ``check_strategy`` in which it may differ from one device, each with the reason."""
     tolerance: ClassVar[float | None] = None

@@ -322,7 +322,7 @@ def is_of_mmengine(value: Any, within: str = _THEIRS) -> bool:
 
 
 def refuse_foreign(value: Any, where: str, instead: str, known: Container[str] = (), within: str = _THEIRS) -> None:
-    """Raise ConfigError if ``value`` is made for MMEngine's runner; flextrain.mmengine adapts what it can before.
+    """Raise ConfigError if ``value`` is made for MMEngine's runner.
 
     Args:
         value: an object or a class; a configuration is left alone, also one in MMEngine's ConfigDict.

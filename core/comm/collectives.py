@@ -139,6 +139,7 @@ def all_gather_small(values: Sequence[int], group: Any) -> list[list[int]]:
             more = min(count, size - count)
             sent: Any = dist.isend(known[:more], group=group, group_dst=(rank - count) % size)
             dist.recv(known[count : count + more], group=group, group_src=(rank + count) % size)
+            assert sent is not None
             sent.wait()
             count += more
         return [list(row) for row in known.roll(rank, 0).tolist()]
@@ -208,7 +209,7 @@ def broadcast_object(value: T, src: int = 0, group: Any = None) -> T:
         # In place, as a tensor is broadcast: where no other process sends anything, the own value stays.
         message = torch.frombuffer(bytearray(data[: int(size)].ljust(int(size))), dtype=torch.uint8)
         dist.broadcast(message, src, group=group)
-        return value if get_rank() == src else pickle.loads(message.numpy().data)  # type: ignore[no-any-return]
+        return value if get_rank() == src else pickle.loads(message.numpy().data)
 
 
 def all_gather_object(value: T, group: Any = None) -> list[T]:

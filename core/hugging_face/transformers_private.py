@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.errors import ConfigError
-from ..model.initializers import ALL
+from ..base.initializers import ALL
 
 OLDEST = "5.0.0"
 _LEGACY = ((r"(^|\.)gamma$", r"\1weight"), (r"(^|\.)beta$", r"\1bias"))

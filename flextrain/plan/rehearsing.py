@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..core.base.errors import StrategyError, one_of
+from ..core.base.initializers import initializing_with
 from ..core.base.trees import tree_map_only
 from ..core.comm.topology import Topology
-from ..core.model.initializers import initializing_with
 from ..core.torch_compat.torch_private import is_fake
 from .rehearsing_private import (
     CHECKED,

@@ -33,7 +33,7 @@ def join_group_of_one_kind(rank: int, world_size: int, store: Any) -> Iterator[N
     found = importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the back end
     options = found.FakeProcessGroup.Options()
     options.simulate_uniform_ranks = True
-    plugins: dict[str, Any] = dist.distributed_c10d.Backend._plugins  # type: ignore[attr-defined]
+    plugins: dict[str, Any] = dist.distributed_c10d.Backend._plugins
     gloo = plugins.get("GLOO")
     plugins["GLOO"] = plugins["FAKE"]
     try:
@@ -282,7 +282,7 @@ def _default(state: object, bucket: Any) -> Any:
 @contextmanager
 def data_parallel_without_values() -> Iterator[None]:
     """Context in which who makes a DistributedDataParallel gets one for tensors without values. 2.15."""
-    DistributedDataParallel.__new__ = lambda cls, *_, **__: object.__new__(  # type: ignore[method-assign, assignment]
+    DistributedDataParallel.__new__ = lambda cls, *_, **__: object.__new__(  # type: ignore[method-assign]
         _WithoutValues if cls is DistributedDataParallel else cls
     )
     try:
