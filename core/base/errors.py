@@ -12,7 +12,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -297,6 +297,16 @@ def suggest(name: str, candidates: Iterable[object]) -> str:
     """The end ``, did you mean "x"?`` of an error about an unknown ``name``; empty if no candidate is close."""
     match = nearest(name, candidates)
     return f', did you mean "{match}"?' if match else ""
+
+
+def one_line(value: object) -> str:
+    """The text of an error or another value, in one line."""
+    return " ".join(str(value).split())
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Names with commas; of more than ``most``, the first ones."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:

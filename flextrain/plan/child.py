@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..core.base.errors import ConfigError, FlexTrainError, suggest
+from ..core.base.errors import ConfigError, FlexTrainError, one_line, suggest
 from ..optim.wrapper import OptimWrapper
 from ..strategies.base import Strategy
 from ..strategy_options import own_dtype, strategy_options
@@ -200,7 +200,7 @@ def _is_passed_through(path: str) -> bool:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:600] or type(error).__name__
+    return one_line(error)[:600] or type(error).__name__
 
 
 def main(result: str, phase: str) -> None:

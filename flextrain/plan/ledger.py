@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 
+from ..core.base.tensors import dtype_name
 from ..core.torch_compat.torch_private import TorchDispatchMode, apart, tree_flatten
 from .plan import MOMENTS, Kind, Moment, Phase, Traffic, Work
 from .rehearsing_private import collective_of, finding_shapes_in, in_backward, only_waits
@@ -584,9 +585,7 @@ def _known(operation: Any) -> _Known:
     return _Known(name, operation.namespace in _COMMUNICATION, operation.is_view, flops_of(operation))
 
 
-@functools.cache
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+_name_of = functools.cache(dtype_name)
 
 
 def _add_tensors(value: Any, found: list[Tensor]) -> None:
