@@ -139,7 +139,6 @@ def all_gather_small(values: Sequence[int], group: Any) -> list[list[int]]:
             more = min(count, size - count)
             sent: Any = dist.isend(known[:more], group=group, group_dst=(rank - count) % size)
             dist.recv(known[count : count + more], group=group, group_src=(rank + count) % size)
-            assert sent is not None
             sent.wait()
             count += more
         return [list(row) for row in known.roll(rank, 0).tolist()]
