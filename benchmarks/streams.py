@@ -34,7 +34,7 @@ from flextrain import FlexibleRunner
 from flextrain.data import JsonlFiles, Mixture, PackedTokens, TokenFiles
 from flextrain.runner import build_dataloader
 from flextrain.runner.data.dataloaders import TrainData
-from flextrain.runner.data.streams.stream_orders import LocalOrder
+from flextrain.runner.data.stream_orders import LocalOrder
 
 RESULTS = Path(__file__).parent / "results"
 BILLION = 10**9

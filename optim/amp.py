@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 from ..core.base.config import check_call
 from ..core.base.errors import ConfigError, StrategyError, one_of
 from ..core.base.registry import OPTIM_WRAPPERS
-from ..core.base.rehearsing import rehearsing
 from ..core.device.device import DEVICES, overflows_to_inf
 from ..core.device.precision import DTYPES, Precision, autocast_computes_in
-from ..core.torch_compat.torch_private import GroupedGradScaler
+from ..core.torch_compat.torch_private import GroupedGradScaler, has_values
 from . import gradients
 from .gradients import ModelGroup
 from .param_groups import make_optimizer
@@ -93,10 +92,6 @@ class LossScaler:
         # GradScaler.step does not return this. Comparing scales would copy them to the host twice; the hook runs only
         # if the optimizer steps.
         self._applied = False
-        if rehearsing() and isinstance(self._scaler, GroupedGradScaler):  # whether it is made depends on values
-            self._scaler.step_anyway(optimizer)
-            self._scaler.update(self._fixed)
-            return True
         handle = optimizer.register_step_post_hook(self._note)
         try:
             self._scaler.step(optimizer)
@@ -108,7 +103,7 @@ class LossScaler:
     def _note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # A fused optimizer is always stepped; its kernel reads this attribute and changes nothing after an overflow.
         overflow = getattr(optimizer, "found_inf", None)
-        self._applied = overflow is None or not bool(overflow)
+        self._applied = overflow is None or not has_values(overflow) or not bool(overflow)
 
     def state_dict(self) -> dict[str, Any]:
         """Return GradScaler's own state: plain numbers."""

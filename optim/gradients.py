@@ -11,11 +11,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ..core.base.rehearsing import rehearsing, with_values
 from ..core.comm import collectives as dist
 from ..core.comm.collectives import all_reduce
 from ..core.comm.topology import DataShard
-from ..core.torch_compat.torch_private import call_first, foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
+from ..core.torch_compat.torch_private import (
+    call_first,
+    foreach_clamp_max_,
+    foreach_clamp_min_,
+    foreach_mul_,
+    has_values,
+    with_values,
+)
 
 
 def gradients(param_groups: Iterable[dict[str, Any]]) -> list[Tensor]:
@@ -51,7 +57,7 @@ def total_norm(grads: list[Tensor], norm_type: float = 2.0, error_if_nonfinite: 
 
 def require_finite(total: Tensor, norm_type: float) -> None:
     """Raise RuntimeError if a total norm is not finite; this waits for the device."""
-    if not rehearsing() and not torch.isfinite(total):
+    if has_values(total) and not torch.isfinite(total):
         raise RuntimeError(
             f"clip_grad: the total norm of order {norm_type} is {total.item()}, gradients were not clipped"
         )

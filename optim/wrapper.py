@@ -18,9 +18,9 @@ from ..core.base.config import Config, validate
 from ..core.base.errors import CheckpointError, ConfigError, StrategyError
 from ..core.base.overriding import overridden
 from ..core.base.registry import OPTIM_WRAPPERS
-from ..core.base.rehearsing import rehearsing, with_values
 from ..core.comm.collectives import all_reduce
 from ..core.device.precision import Precision
+from ..core.torch_compat.torch_private import has_values, with_values
 from . import gradients
 from .adapters import OptimizerAdapter, adapter_for
 from .gradients import ModelGroup
@@ -150,7 +150,8 @@ class UpdateGuard:
 
     def allows(self) -> bool:
         """Return whether all losses and gradients were finite; waits for the device."""
-        is_good = self._verdict is None or rehearsing() or bool(self._verdict.isfinite())
+        verdict = self._verdict
+        is_good = verdict is None or not has_values(verdict) or bool(verdict.isfinite())
         self.left_out += not is_good
         return is_good
 

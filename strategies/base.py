@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from ..core.base.config import validate
 from ..core.base.errors import StrategyError
 from ..core.base.overriding import overridden, refuse_misspelled
-from ..core.base.rehearsing import rehearsing
 from ..core.comm import collectives as dist
 from ..core.comm.agreement import description, first_difference, raising_together, roll_call
 from ..core.comm.collectives import share_weights
@@ -114,11 +113,10 @@ def spread_updates(
             for parameter in group["params"]
         }
         kinds = {parameter.dtype for parameter in own.values()}
-        everyones = dist.all_gather_object((set(own), kinds), topology.model)
-        before = set().union(*(names for names, _ in everyones[: topology.index_in_model]))
-        if rehearsing():  # the others have other parameters
-            before = set()
-        dtype = functools.reduce(torch.promote_types, set().union(*(kinds for _, kinds in everyones)), torch.float32)
+        index = topology.index_in_model
+        everyones = dist.all_gather_object((index, set(own), kinds), topology.model)
+        before = set().union(*(names for other, names, _ in everyones if other < index))
+        dtype = functools.reduce(torch.promote_types, set().union(*(kinds for *_, kinds in everyones)), torch.float32)
         elsewhere = [parameter for name, parameter in own.items() if name in before]
         wrapper.spread(ModelGroup(topology.model, elsewhere, dtype, device))
 
@@ -359,8 +357,7 @@ class Strategy:
             check_trainable(model)
         self._check_request(model, optim)
         noted = self.noted
-        if not rehearsing():
-            noted.blueprint = Blueprint(model, shaped)
+        blueprint = noted.blueprint = Blueprint(model, shaped)
         as_made = ParametersAsMade(model, shaped)
         cast_parameters(model, self.precision)
         if self.config.activation_checkpointing is not None:
@@ -370,8 +367,7 @@ class Strategy:
         self._module = model
         self._model = self._wrap(model)
         hooked = as_made.give(self.module, type(self).__name__, self.topology)
-        if noted.blueprint is not None:
-            noted.blueprint.follow()
+        blueprint.follow()
         if self.config.compile:
             self._compile(self._model)
         if optim is not None:
@@ -386,8 +382,7 @@ class Strategy:
         self._puts_off_sync = type(self).grad_sync is not Strategy.grad_sync or bool(overridden(self, "grad_sync"))
         self._check_precision()
         if optim is not None:
-            if not rehearsing():  # whose observers register hooks
-                noted.unchanged = AsAtSetup(lambda: self.module, self._arranged())
+            noted.unchanged = AsAtSetup(lambda: self.module, self._arranged())
             check_savable(self.module, left_out(self))
             noted.at_setup = tensor_names(self.module)
         noted.names.gather(self.module)
@@ -402,8 +397,7 @@ class Strategy:
 
     def _place(self, model: nn.Module) -> None:
         """Move the model to the device, and give every process rank 0's weights."""
-        if not rehearsing():  # there, they are on the device, and cannot be moved
-            model.to(self.device)
+        model.to(self.device)
         share_weights(model)
 
     def _wrap(self, model: nn.Module) -> nn.Module:

@@ -16,7 +16,7 @@ from ..core.base.config import Config, check_call
 from ..core.base.errors import ConfigError
 from ..core.base.registry import FUNCTIONS
 
-# Needs: the requirements of a strategy, which `flextrain doctor` compares with the machine.
+# Needs: the requirements of a strategy, which can be compared with a machine.
 
 
 ANY_DEVICE = "an accelerator per process or the CPU"

@@ -17,11 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.base.config import Config
 from ..core.base.errors import ConfigError, StrategyError
 from ..core.base.registry import STRATEGIES
-from ..core.base.rehearsing import rehearsing
-from ..core.comm.topology import DataShard
 from ..core.device.precision import BATCH_NORM
 from ..core.model.base_model import calls_itself
-from ..core.torch_compat.rehearsing_private import DataParallelWithoutValues
 from ..core.torch_compat.torch_private import check_reduced, gradient_hooks, leave_to_others
 from ..optim.gradients import average
 from ..optim.wrapper import OptimWrapper
@@ -215,16 +212,13 @@ class DDPStrategy(Strategy):
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
                 # torch (2.15) divides a sparse gradient in place, in memory that the gradients of other parameters may share.
                 self._gradient_hooks.append(module.weight.register_hook(_in_memory_of_its_own))  # type: ignore[no-untyped-call]
-        kind = DataParallelWithoutValues if rehearsing() else DistributedDataParallel
-        wrapped = kind(
+        wrapped = DistributedDataParallel(
             model,
             device_ids=self._device_ids(),
             process_group=data.group,
             **self.config.wrapper_arguments(),
         )
-        if rehearsing():
-            wrapped.register_comm_hook(None, _hook_without_values(self.config.comm_hook, data))
-        elif self.config.comm_hook:
+        if self.config.comm_hook:
             wrapped.register_comm_hook(None, _comm_hook(self.config.comm_hook))
         return wrapped
 
@@ -245,7 +239,7 @@ class DDPStrategy(Strategy):
             for wrapper in optim.wrappers.values():
                 wrapper.register_step_pre_hook(WithoutGradient(dict(self.module.named_parameters())))
         if isinstance(self._model, DistributedDataParallel):
-            for wrapper in optim.wrappers.values() if optim is not None and not rehearsing() else ():
+            for wrapper in optim.wrappers.values() if optim is not None else ():
                 wrapper.register_step_pre_hook(self._check_reduced)  # before the update, not in the next forward
         if self.topology.data.count > 1 and optim is not None and calls_itself(self.module):
             for wrapper in optim.wrappers.values():
@@ -335,20 +329,6 @@ def _(strategy: DDPStrategy, error: BaseException) -> str | None:
 
 def _in_memory_of_its_own(gradient: Tensor) -> Tensor:
     return gradient.clone()
-
-
-def _hook_without_values(name: CommHook | None, data: DataShard) -> Callable[..., Any]:
-    """Return what averages as torch does by default, or as its hook ``name``; torch's own need a result from the back end."""
-    sent = {"fp16_compress": torch.float16, "bf16_compress": torch.bfloat16}.get(name or "")
-
-    def reduce(bucket: Any) -> Any:
-        buffer = bucket.buffer()
-        found = data.mean(buffer if sent is None else buffer.to(sent))
-        done: Any = torch.futures.Future()
-        done.set_result(buffer if sent is None else buffer.copy_(found))
-        return done
-
-    return lambda state, bucket: reduce(bucket)  # torch reads the annotations of a function
 
 
 def _comm_hook(name: CommHook) -> Callable[..., Any]:

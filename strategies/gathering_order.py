@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ..core.base.errors import StrategyError
-from ..core.base.rehearsing import with_values
 from ..core.base.trees import tree_map_only
 from ..core.comm import collectives as dist
 from ..core.comm.topology import DataShard
@@ -23,7 +22,7 @@ from ..core.torch_compat.dtensor_private import (
     is_gathered,
     pass_by,
 )
-from ..core.torch_compat.torch_private import after_backward
+from ..core.torch_compat.torch_private import after_backward, with_values
 
 
 @dataclass

@@ -12,11 +12,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as empty_dtensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ..core.base.errors import StrategyError
-from ..core.base.rehearsing import not_checked, rehearsing, with_values
+from ..core.base.errors import StrategyError, unchecked
 from ..core.base.tensors import QUANTISERS
 from ..core.comm import collectives as dist
-from ..core.torch_compat.torch_private import storage_key
+from ..core.torch_compat.torch_private import has_values, storage_key, with_values
 from ..optim.trial import Samples, why_not_dtensors, why_not_flat_shards
 from ..optim.wrapper import OptimWrapper
 
@@ -118,8 +117,8 @@ class ShardedOptimizers:
         """
         if wrapper.adapter.is_elementwise:
             return
-        if rehearsing():  # values are compared, with those of other processes
-            not_checked(
+        if not all(has_values(p) for group in wrapper.param_groups for p in group["params"]):
+            unchecked.warning(
                 f"{wrapper.where}.optimizer: {type(wrapper.optimizer).__name__} was not tried on shards; a real run tries it before "
                 "training, and may refuse it"
             )

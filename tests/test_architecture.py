@@ -28,11 +28,14 @@ REACHES_INSIDE = {  # to become a function of strategies/parts
     "flextrain.plan.step_time imports flextrain.strategies.mesh.pipeline.orders",
     "flextrain.doctor.package_probe imports flextrain.strategies.deepspeed.swap_files",
 }
+_PLUG_IN = r"flextrain\.(doctor|elastic|mmengine|plan|ray|reference|report|testing|verify)"
+PLUG_IN = re.compile(rf"{_PLUG_IN}(\.|$)")
+MENTION = re.compile(rf"{_PLUG_IN}\b|\brehearsing\b|\bsimulated ranks?\b")
 MAX_LINES = 900  # 200 to 600 are usual: a file holds one idea that has a name in the field
 CHECKPOINT_LIBRARY = "torch.distributed.checkpoint"
 TORCH_PRIVATE = {
-    f"flextrain.core.{name}_private"
-    for name in (*(f"torch_compat.{what}" for what in ("torch", "dtensor", "group", "rehearsing")), "checkpoint.dcp")
+    *(f"flextrain.core.{name}_private" for name in ("torch_compat.torch", "torch_compat.dtensor", "checkpoint.dcp")),
+    *(f"flextrain.{name}_private" for name in ("plan.rehearsing", "testing.simulation.group")),
 }
 CHECKPOINT_HOME = re.compile(r"flextrain\.core\.checkpoint(\.|$)")
 # They talk to the other processes, or write a file for each; anybody else asks strategy.topology what a process is.
@@ -112,6 +115,42 @@ def upward_imports(modules: Sources) -> list[str]:
             if front_door or (other is not None and LAYERS.index(other) > LAYERS.index(own)):
                 found.append(f"{module}:{line} imports {name}")
     return found
+
+
+def plug_ins_mentioned(modules: Sources) -> list[str]:
+    """Where a layer imports a plug-in, names it by its path, or names a class of two words that only plug-ins define."""
+    classes: dict[bool, set[str]] = {True: set(), False: set()}
+    for module, source in modules.items():
+        if layer_of(module) or PLUG_IN.match(module):
+            found = (node.name for node in ast.walk(parsed(source)) if isinstance(node, ast.ClassDef))
+            classes[bool(layer_of(module))].update(found)
+    theirs = {
+        name for name in classes[False] - classes[True] if re.match("_?[A-Z][a-z]+[A-Z]", name)
+    }  # one word may be anything
+    found = []
+    for module, source in modules.items():
+        if not layer_of(module):
+            continue
+        for number, line in enumerate(source.splitlines(), 1):
+            found += [f"{module}:{number} mentions {match[0]}" for match in MENTION.finditer(line)]
+        for node in ast.walk(parsed(source)):
+            names = [getattr(node, key, None) for key in ("id", "attr", "value")]
+            found += [
+                f"{module}:{node.lineno} names {name}" for name in names if isinstance(name, str) and name in theirs
+            ]  # type: ignore[attr-defined]
+    return found
+
+
+def folders_that_import_each_other(modules: Sources) -> list[str]:
+    """Pairs of folders of which none holds the other: neither can be read, or changed, alone; imports for types count."""
+    edges = {
+        (module.rpartition(".")[0], target.rpartition(".")[0])
+        for module, source in modules.items()
+        for _, name in imports(module, source)
+        if (target := _module_of(name, modules)) in modules
+    }
+    pairs = {pair for pair in edges if (pair[1], pair[0]) in edges and pair[0] < pair[1]}
+    return sorted(" and ".join(pair) for pair in pairs if not f"{pair[1]}.".startswith(f"{pair[0]}."))
 
 
 def ranks_asked_for(modules: Sources) -> list[str]:
@@ -231,6 +270,14 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert import_circles(sources()) == []
 
 
+def test_no_layer_knows_a_plug_in() -> None:
+    assert plug_ins_mentioned(sources()) == []
+
+
+def test_no_two_folders_import_each_other() -> None:
+    assert folders_that_import_each_other(sources()) == []
+
+
 def test_no_file_is_longer_than_a_reader_can_hold() -> None:
     lengths = {module: source.count("\n") for module, source in sources().items()}
     assert {module for module, length in lengths.items() if length > MAX_LINES} == set()
@@ -283,6 +330,7 @@ def test_every_public_name_can_be_imported() -> None:
 
 
 STRATEGIES = {
+    "flextrain.plan.books": "class BookKeeper: ...",
     "flextrain.strategies.base": "class Strategy: ...",
     "flextrain.strategies.ddp": "from .base import Strategy\nclass DDPStrategy(Strategy): ...",
 }
@@ -299,6 +347,9 @@ SCALER = "from torch.amp import GradScaler\nclass A(GradScaler):\n"
         (upward_imports, "strategies.a", "from flextrain import FlexibleRunner", "imports flextrain.FlexibleRunner"),
         (upward_imports, "core.a", "importlib.import_module('flextrain.optim')", "imports flextrain.optim"),
         (upward_imports, "optim.p.__init__", "from ...strategies import base", "imports flextrain.strategies.base"),
+        (plug_ins_mentioned, "core.a", "x = 1  # see flextrain.plan.update", ":1 mentions flextrain.plan"),
+        (plug_ins_mentioned, "runner.a", "def f():\n    return g(BookKeeper)", ":2 names BookKeeper"),
+        (plug_ins_mentioned, "strategies.a", "if rehearsing():\n    x = 1", ":1 mentions rehearsing"),
         (named_strategies, "runner.a", "if x:\n    y = 'DDPStrategy'", ":2 names DDPStrategy"),
         (named_strategies, "optim.a", "def f():\n    return 1  # for DDPStrategy", ":2 names DDPStrategy"),
         (named_strategies, "plan.a", "NAMES = {'ddp': 'DDPStrategy'}", ":1 names DDPStrategy"),
@@ -390,6 +441,9 @@ def test_circles_are_found_through_packages_functions_and_types() -> None:
     ]
     for late in ("def f():\n    from . import a", "if TYPE_CHECKING:\n    from . import a"):
         assert import_circles({"flextrain.core.a": a, "flextrain.core.b": late})
+    assert folders_that_import_each_other(
+        {"flextrain.core.p.a": "from ..q.b import x", "flextrain.core.q.b": late.replace(" .", " ..p")}
+    )
     package = {"flextrain.core.p.__init__": "from .x import f", "flextrain.core.p.x": "from ..q import g"}
     assert import_circles({**package, "flextrain.core.q": "from .p import f"})
     # A neighbour is reached through the package, which need not be complete for it; what the package defines is not.

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 import pydantic
 from pydantic import BaseModel, ConfigDict, StrictBool, StrictFloat, StrictInt, StrictStr
 
-from .errors import ConfigError, one_of, suggest
+from .errors import ConfigError, one_line, one_of, suggest
 
 
 class Config(BaseModel):
@@ -58,7 +58,7 @@ def explain(
     location = _location(problem, data)
     path = where
     for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{_one_line(part)}" if path else _one_line(part)
+        path += f"[{part}]" if isinstance(part, int) else f".{one_line(part)}" if path else one_line(part)
     if kind in _UNKNOWN_KEY:
         known = [key for key in _keys_at(model, location[:-1]) if len(location) > 1 or key not in hidden]
         hint = suggest(str(location[-1]), known) or (f", choose {one_of(known)}" if known else ", no key is allowed")
@@ -129,7 +129,7 @@ def _as_asked(message: str) -> str:
     """The expected input, from pydantic's message."""
     for start in ("Input should be a valid ", "Input should be an instance of ", "Input should be "):
         message = message.removeprefix(start)
-    return _one_line(message).replace("'", '"')
+    return one_line(message).replace("'", '"')
 
 
 _UNKNOWN_KEY = ("extra_forbidden", "invalid_key")
@@ -154,12 +154,8 @@ _WORDS = {
 }
 
 
-def _one_line(value: Any) -> str:
-    return " ".join(str(value).split())
-
-
 def _show(value: Any) -> str:
-    text = _one_line(f'"{value}"' if isinstance(value, str) else repr(value))
+    text = one_line(f'"{value}"' if isinstance(value, str) else repr(value))
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -322,7 +318,7 @@ def is_of_mmengine(value: Any, within: str = _THEIRS) -> bool:
 
 
 def refuse_foreign(value: Any, where: str, instead: str, known: Container[str] = (), within: str = _THEIRS) -> None:
-    """Raise ConfigError if ``value`` is made for MMEngine's runner; flextrain.mmengine adapts what it can before.
+    """Raise ConfigError if ``value`` is made for MMEngine's runner.
 
     Args:
         value: an object or a class; a configuration is left alone, also one in MMEngine's ConfigDict.

@@ -12,7 +12,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,10 @@ TRACEBACK_IN_FILE = "traceback_in_file"
 """The record says how a process ended: every process writes it to its log file, and the console leaves out the traceback."""
 ON_TERMINAL = "on_terminal"
 """What a console shows in place of the record's text if it is a terminal; it has ``drawn()``, which returns it for rich."""
+
+
+unchecked = logging.getLogger("flextrain.unchecked")
+"""Says which comparison of values was left out, because tensors have none."""
 
 
 # What the interpreter shows of flextrain's own errors that nobody catches: one line, of one process of a machine.
@@ -293,6 +297,16 @@ def suggest(name: str, candidates: Iterable[object]) -> str:
     """The end ``, did you mean "x"?`` of an error about an unknown ``name``; empty if no candidate is close."""
     match = nearest(name, candidates)
     return f', did you mean "{match}"?' if match else ""
+
+
+def one_line(value: object) -> str:
+    """The text of an error or another value, in one line."""
+    return " ".join(str(value).split())
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Names with commas; of more than ``most``, the first ones."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:

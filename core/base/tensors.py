@@ -40,6 +40,11 @@ QUANTISERS = ("bitsandbytes", "torchao")
 """Packages whose tensors are no rows of numbers that could be divided."""
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype without torch's prefix, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def check_tensor(key: str, tensor: Tensor) -> None:
     """Raise CheckpointError if a checkpoint cannot hold the tensor; ``key`` is its name in the message."""
     if tensor.dtype not in DTYPE_NAMES:

@@ -14,9 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from ..base.errors import CheckpointError
-from ..base.rehearsing import rehearsing
-from ..torch_compat.rehearsing_private import is_fake
-from ..torch_compat.torch_private import TO_COPY, wrapper_subclass
+from ..torch_compat.torch_private import TO_COPY, is_fake, wrapper_subclass
 
 # The indices of a tensor's dimension that a process holds, from size, mesh and cuts alone; see ``dtensor_chunks``.
 
@@ -348,7 +346,7 @@ ORDINARY = (Tensor, nn.Parameter)
 
 def is_ordinary(tensor: Tensor) -> bool:
     """Whether the tensor is whole on this process, and no class of its own says what it holds."""
-    return type(tensor) in ORDINARY or (rehearsing() and is_fake(tensor))
+    return type(tensor) in ORDINARY or is_fake(tensor)
 
 
 def is_cut_by_rule(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError
-from ..base.tensors import DTYPE_NAMES, DTYPES
+from ..base.tensors import DTYPE_NAMES, DTYPES, dtype_name
 from .directory import check_file, read_manifest
 from .load import Checkpoint, TensorReader, reading
 from .manifest import SavedTensor, StoredChunk
@@ -116,7 +116,7 @@ def is_of_the_run(path: str) -> bool:
 def _compare_tensor(key: str, a: TensorReader, b: TensorReader) -> TensorDifference | None:
     infos = (a.checkpoint.entries[key], b.checkpoint.entries[key])
     shapes = (infos[0].shape, infos[1].shape)
-    dtypes = (_name(DTYPES[infos[0].dtype]), _name(DTYPES[infos[1].dtype]))
+    dtypes = (dtype_name(DTYPES[infos[0].dtype]), dtype_name(DTYPES[infos[1].dtype]))
     numel = math.prod(shapes[0])
     if shapes[0] != shapes[1]:
         return TensorDifference(key, shapes, dtypes, None, None, None, numel)
@@ -170,10 +170,6 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _same(a: Any, b: Any) -> bool:
     # Two NaN are equal here, and 1, 1.0 and True are three different values.
     return a is b or repr(a) == repr(b)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # Verify a checkpoint: compare all files with its index and checksums.

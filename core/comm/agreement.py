@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..base.errors import FlexTrainError, LaunchError, counted
-from ..base.rehearsing import rehearsing
-from ..torch_compat.torch_private import default_store, gradient_hooks
+from ..torch_compat.torch_private import default_store, gradient_hooks, with_values
 from .collectives import (
     all_reduce,
     broadcast_object,
@@ -69,9 +68,10 @@ def all_same(digest: bytes, group: Any = None) -> bool:
     """Whether all processes give the same bytes, of which there are a multiple of 8; a collective of twice as many."""
     words = np.frombuffer(digest, dtype=np.int64)
     # Where the smallest is the largest too. The device is explicit, because the user may have set another default device.
-    box = torch.tensor(np.concatenate([words, ~words]), device="cpu")
-    all_reduce(box, "min", group)
-    return torch.equal(box[: len(words)], ~box[len(words) :])
+    with with_values():
+        box = torch.tensor(np.concatenate([words, ~words]), device="cpu")
+        all_reduce(box, "min", group)
+        return torch.equal(box[: len(words)], ~box[len(words) :])
 
 
 def gather_digests(digest: bytes, group: Any = None) -> list[bytes] | None:
@@ -115,8 +115,6 @@ def collect(ranks: Sequence[int], own: T, group: Any = None) -> list[T] | None:
         group: a gloo group of all processes.
     """
     rank = get_rank()
-    if rehearsing():
-        return [own] * len(ranks) if rank == 0 else None
     if rank != 0:
         if rank in ranks:
             data = pickle.dumps(own)
@@ -176,7 +174,7 @@ def first_difference(own: Mapping[str, str], kind: str = "") -> Difference | Non
         kind: processes are compared only with those of the same kind, each with the first of them.
     """
     size = get_world_size()
-    if size == 1 or rehearsing():
+    if size == 1:
         return None
     items, group = list(own.items()), side_group()
     digest = _digest(kind) + _digest(items)
@@ -257,12 +255,12 @@ def raising_together() -> Iterator[None]:
     try:
         yield
     except FlexTrainError as error:
-        if rehearsing():
-            raise
         failure = error
     reports = gather_object(_report(failure), side_group())
     first = None if reports is None else next((report for report in reports if report is not None), None)
     _raise(broadcast_object(first, group=side_group()), failure)
+    if failure is not None:
+        raise failure
 
 
 def told_by_rank_0(read: Callable[[], T]) -> T:
@@ -306,8 +304,8 @@ def gather_differing(own: T) -> list[T]:
 
     32 bytes are sent if all are equal. Otherwise one process of each kind sends its value, and equal ones share the object.
     """
-    if is_alone() or rehearsing():
-        return [own] * get_world_size()
+    if is_alone():
+        return [own]
     digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=16).digest()
     return gather_kinds(own, digest, side_group()).by_rank()
 
@@ -337,7 +335,7 @@ def roll_call(call: str, timeout_s: float) -> str | None:
     Args:
         call: name of the call, for messages.
     """
-    if get_world_size() == 1 or rehearsing():
+    if get_world_size() == 1:
         return None
     counter = _numbers.setdefault(dist.group.WORLD, collections.Counter())
     counter["calls"] += 1

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..base.rehearsing import rehearsing
-from ..torch_compat.torch_private import default_store
+from ..torch_compat.torch_private import default_store, with_values
 from .rendezvous import choose_interface, host_of, store_of_group
 
 # A gloo thread needs the GIL to release the tensor that it has just sent, shortly after the collective has returned.
@@ -133,15 +132,16 @@ def all_gather_small(values: Sequence[int], group: Any) -> list[list[int]]:
     communications in multiport message-passing systems).
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    known = torch.tensor([values] * size, device="cpu")
-    count = 1
-    while count < size:
-        more = min(count, size - count)
-        sent: Any = dist.isend(known[:more], group=group, group_dst=(rank - count) % size)
-        dist.recv(known[count : count + more], group=group, group_src=(rank + count) % size)
-        sent.wait()
-        count += more
-    return [list(row) for row in known.roll(rank, 0).tolist()]
+    with with_values():
+        known = torch.tensor([values] * size, device="cpu")
+        count = 1
+        while count < size:
+            more = min(count, size - count)
+            sent: Any = dist.isend(known[:more], group=group, group_dst=(rank - count) % size)
+            dist.recv(known[count : count + more], group=group, group_src=(rank + count) % size)
+            sent.wait()
+            count += more
+        return [list(row) for row in known.roll(rank, 0).tolist()]
 
 
 def broadcast_tensors(tensors: list[Tensor], src: int = 0, bucket_bytes: int = 25 * 2**20, group: Any = None) -> None:
@@ -198,21 +198,27 @@ def _unflatten_into(flat: Tensor, tensors: list[Tensor]) -> None:
 
 
 def broadcast_object(value: T, src: int = 0, group: Any = None) -> T:
-    """The value of rank ``src``; it must be picklable. A ``group`` must have all processes."""
-    if get_world_size() == 1 or rehearsing():
+    """The value of rank ``src``, a process of ``group`` (None: all), on each of them; values must be picklable."""
+    if get_world_size(group) == 1:
         return value
-    box = [value]
-    dist.broadcast_object_list(box, src, group=group)
-    return box[0]
+    with with_values():
+        data = pickle.dumps(value)
+        size = torch.tensor(len(data), device="cpu")
+        dist.broadcast(size, src, group=group)
+        # In place, as a tensor is broadcast: where no other process sends anything, the own value stays.
+        message = torch.frombuffer(bytearray(data[: int(size)].ljust(int(size))), dtype=torch.uint8)
+        dist.broadcast(message, src, group=group)
+        return value if get_rank() == src else pickle.loads(message.numpy().data)
 
 
 def all_gather_object(value: T, group: Any = None) -> list[T]:
     """The values of all processes of ``group`` (None: all), ordered by rank, on each of them."""
     size = get_world_size(group)
-    if size == 1 or rehearsing():
-        return [value] * size
+    if size == 1:
+        return [value]
     box: list[Any] = [None] * size
-    dist.all_gather_object(box, value, group=group)
+    with with_values():
+        dist.all_gather_object(box, value, group=group)
     return box
 
 
@@ -226,18 +232,19 @@ def gather_object(value: T, group: Any = None) -> list[T] | None:
     size = get_world_size()
     if size == 1:
         return [value]
-    if rehearsing():
-        return [value] * size if is_main() else None
-    if group is None:
-        box: list[Any] | None = [None] * size if get_rank() == 0 else None
-        dist.gather_object(value, box, dst=0, group=group)
-        return box
-    # torch's function gives every process the sizes of all messages; the largest is enough.
-    data = pickle.dumps(value)
-    longest = all_reduce(torch.tensor(len(data), device="cpu"), "max", group)
-    message = torch.frombuffer(bytearray(data) + bytes(int(longest) - len(data)), dtype=torch.uint8)
-    found = gather_tensor(message, group)
-    return None if found is None else [pickle.loads(one.numpy().data) for one in found]  # it ends before the padding
+    with with_values():
+        if group is None:
+            box: list[Any] | None = [None] * size if get_rank() == 0 else None
+            dist.gather_object(value, box, dst=0, group=group)
+            return box
+        # torch's function gives every process the sizes of all messages; the largest is enough.
+        data = pickle.dumps(value)
+        longest = all_reduce(torch.tensor(len(data), device="cpu"), "max", group)
+        message = torch.frombuffer(bytearray(data) + bytes(int(longest) - len(data)), dtype=torch.uint8)
+        found = gather_tensor(message, group)
+        return (
+            None if found is None else [pickle.loads(one.numpy().data) for one in found]
+        )  # it ends before the padding
 
 
 def gather_tensor(tensor: Tensor, group: Any = None) -> list[Tensor] | None:
@@ -259,8 +266,6 @@ def side_group(timeout_s: float | None = None, purpose: str = "") -> Any:
     """
     if get_world_size() == 1:
         return None
-    if rehearsing():
-        return dist.group.WORLD
     groups = _side_groups.setdefault(dist.group.WORLD, {})
     if purpose not in groups:
         _connect_late(get_world_size())
@@ -276,9 +281,8 @@ def start_reduce(number: int, op: Literal["sum", "max", "min"], group: Any) -> C
     """
     if group is None:
         return lambda: number
-    if rehearsing():
-        return lambda: number * get_world_size(group) if op == "sum" else number
-    box = torch.tensor(number, device="cpu")  # explicit: the user may have set another default device
+    with with_values():
+        box = torch.tensor(number, device="cpu")  # explicit: the user may have set another default device
     work = dist.all_reduce(box, _REDUCE_OPS.get(op, dist.ReduceOp.SUM), group, async_op=True)
 
     def wait() -> int:

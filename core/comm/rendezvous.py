@@ -147,7 +147,7 @@ def choose_interface(store: Any, master: str, rank: int, world_size: int) -> Non
     )
 
 
-# Variables that a process has once: simulated ranks, which share a process, exchange them when their turns change.
+# Variables that a process has once: ranks that are threads of one process exchange them when their turns change.
 #
 # Reading and writing such a variable costs nothing more than any other: a module only says, once, that it is one.
 

@@ -131,8 +131,8 @@ def looked_up(dotted: str, base: Mapping[str, Any], origin: ValueOrigin | None) 
 
 
 READ_BASE = "read_base"
-# Modules that only offer read_base() or Config to a file; reading one imports none of them.
-_FOR_CONFIGS = ("mmengine", "mmengine.config", "flextrain", "flextrain.mmengine")
+_FOR_CONFIGS = ("mmengine", "flextrain")
+"""Packages whose modules may offer read_base() or Config to a file; reading one imports none of them."""
 
 
 def parse(text: str, path: Path) -> ast.Module:
@@ -161,7 +161,10 @@ def is_lazy(tree: ast.Module) -> bool:
         if isinstance(node, ast.With) and any(_is_read_base(item.context_expr) for item in node.items):
             return True
         if isinstance(node, ast.ImportFrom):
-            ours = node.module in _FOR_CONFIGS and {alias.name for alias in node.names} <= {READ_BASE, "Config"}
+            ours = _package(node.module) in _FOR_CONFIGS and {alias.name for alias in node.names} <= {
+                READ_BASE,
+                "Config",
+            }
             if node.level or not (ours or _in_library(node.module or "")):
                 return True
         if isinstance(node, ast.Import) and not all(_in_library(alias.name) for alias in node.names):
@@ -171,6 +174,10 @@ def is_lazy(tree: ast.Module) -> bool:
 
 def _assigns(node: ast.Assign, name: str) -> bool:
     return any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+
+
+def _package(module: str | None) -> str:
+    return (module or "").partition(".")[0]
 
 
 def _is_read_base(node: ast.expr) -> bool:
@@ -288,7 +295,7 @@ class LazyFile:
             raise ConfigError(
                 f'"{"." * level}{name}" is imported outside of `with read_base():`, where only packages can be imported'
             )
-        if name in _FOR_CONFIGS and READ_BASE in (fromlist or ()):
+        if _package(name) in _FOR_CONFIGS and READ_BASE in (fromlist or ()):
             self.imported.add(READ_BASE)
             found = types.SimpleNamespace(read_base=self._read_base)
             for other in set(fromlist) - {READ_BASE}:

@@ -17,8 +17,8 @@ from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..base.errors import ConfigError
-from ..model.initializers import ALL
+from ..base.errors import ConfigError, one_line
+from ..base.initializers import ALL
 
 OLDEST = "5.0.0"
 _LEGACY = ((r"(^|\.)gamma$", r"\1weight"), (r"(^|\.)beta$", r"\1bias"))
@@ -266,7 +266,7 @@ def resolved_plans(model: Any, tp: int, ep: int = 1) -> tuple[dict[str, str], di
     try:
         plans = resolve(config(tp_size=tp, ep_size=ep, fsdp_size=max(1, ep // tp)))
     except ValueError as error:
-        raise ConfigError(f"strategy.plan: {type(model).__name__} refuses its own plan: {_one_line(error)}") from error
+        raise ConfigError(f"strategy.plan: {type(model).__name__} refuses its own plan: {one_line(error)}") from error
     return dict(plans[0]), dict(plans[1])
 
 
@@ -348,7 +348,3 @@ def _unknown_version(what: str) -> ConfigError:
         f'strategy.plan: transformers {version} has no {what}, which "auto" needs for the plan of a model of its own; '
         f"install transformers {CHECKED}, or give a plan"
     )
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from ..base.errors import StrategyError
-from ..base.rehearsing import rehearsing
+from ..base.initializers import READ_VALUES, initializing_with
 from ..base.trees import tree_map_only
 from ..comm import collectives as dist
 from ..random.generators import drawing_apart, load_rng_state, rng_state
@@ -37,7 +37,6 @@ from ..torch_compat.torch_private import (
     storage_key,
     tree_flatten,
 )
-from .initializers import READ_VALUES, initializing_with
 
 # LaggingDraws: the state of torch's generator on the CPU while operations that draw from it are put off.
 
@@ -623,8 +622,6 @@ def constructed(
     Returns:
         The model, and whether ``whole`` has built it.
     """
-    if rehearsing():
-        return without(), False
     state, looks, model = rng_state(device), "", None
     try:
         model = without()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import ConfigError
-from ..base.rehearsing import with_values
+from ..torch_compat.torch_private import with_values
 
 # Find out which labels of a batch the loss of a model of transformers is a mean over.
 #

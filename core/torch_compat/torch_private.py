@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
@@ -66,7 +67,43 @@ def fake_mode() -> Any:
 
     Outside of the mode, an operation with an operand from it gives another such tensor, and all others compute as usual.
     """
-    return importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
+    return _fake_tensor().FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_mode_of(tensors: Iterable[Tensor]) -> Any:
+    """The ``fake_mode`` that is active or that one of the tensors is from, because those of two modes do not mix; or a new one. 2.15."""
+    found = importlib.import_module("torch._guards").detect_fake_mode([*tensors])
+    return fake_mode() if found is None else found
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has values: it is not on the meta device, and no fake one, as a compiler traces with. 2.6, 2.15."""
+    held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return not (held.is_meta or is_fake(held))
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor is one of a ``fake_mode``. 2.6, 2.15."""
+    return isinstance(tensor, _fake_tensor().FakeTensor)
+
+
+def with_values() -> AbstractContextManager[Any]:
+    """Context in which tensors are made with values, whatever mode is active: for those that only say who is who. 2.6, 2.15."""
+    found: AbstractContextManager[Any] = _fake_tensor().unset_fake_temporarily()
+    return found
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Context of operations that only find something out, and that no mode of others sees, but one of fake tensors. 2.6, 2.15."""
+    fake = importlib.import_module("torch._guards").detect_fake_mode()
+    with importlib.import_module("torch.utils._python_dispatch")._disable_current_modes(), fake or nullcontext():
+        yield
+
+
+@functools.cache
+def _fake_tensor() -> Any:
+    return importlib.import_module("torch._subclasses.fake_tensor")
 
 
 def arguments_of(operation: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -408,13 +445,11 @@ class GroupedGradScaler(GradScaler):
             found_inf = self.agree(found_inf)
         return {found_inf.device: found_inf} if groups or self.agree is not None else {}
 
-    def step_anyway(self, optimizer: Any) -> None:
-        """As ``step``, but the optimizer updates whatever ``found_inf`` is, which is not read."""
-        self._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)  # type: ignore[method-assign]
-        try:
-            self.step(optimizer)
-        finally:
-            del self._maybe_opt_step
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As torch's, which reads ``found_inf``; where that has no values, the update is made."""
+        if all(map(has_values, optimizer_state["found_inf_per_device"].values())):
+            return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+        return optimizer.step(*args, **kwargs)
 
 
 def check_reduced(wrapped: nn.Module) -> None:

@@ -8,9 +8,9 @@ from ..runner.data.sources.file_source import DataSource, FileSource
 from ..runner.data.sources.jsonl_files import JsonlFiles
 from ..runner.data.sources.tar_files import TarFiles
 from ..runner.data.sources.token_files import TokenFiles
+from ..runner.data.stream_orders import Order
 from ..runner.data.streams.mixture import Mixture
 from ..runner.data.streams.packing import PackedTokens
-from ..runner.data.streams.stream_orders import Order
 
 __all__ = [
     "ArrowFiles",

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..core.base.errors import CheckpointError
-from ..core.base.rehearsing import with_values
 from ..core.base.tensors import DTYPES
 from ..core.checkpoint import directory
 from ..core.checkpoint.folders import file_of
@@ -29,6 +28,7 @@ from ..core.checkpoint.save_plan import Kind, Mesh, Offer, Offered, SharedPlan, 
 from ..core.checkpoint.untrusted import MAX_JSON_BYTES
 from ..core.comm.topology import Topology
 from ..core.random.generators import rng_state
+from ..core.torch_compat.torch_private import with_values
 from ..core.version import __version__
 from ..strategies.base import Strategy
 from ..strategies.parts import left_out

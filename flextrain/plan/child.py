@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from ..core.base.errors import ConfigError, FlexTrainError, suggest
-from ..core.base.rehearsing import rehearsal
-from ..core.torch_compat.rehearsing_private import device_errors, value_errors
+from ..core.base.errors import ConfigError, FlexTrainError, one_line, suggest
 from ..optim.wrapper import OptimWrapper
 from ..strategies.base import Strategy
 from ..strategy_options import own_dtype, strategy_options
 from ..user_script import runner_arguments
 from .plan import PlannedJob, RankPlan
+from .rehearsing import rehearsal
+from .rehearsing_private import device_errors, value_errors
 from .update import Facts, Training, set_seed
 
 # Run one rank of a job: in a process of its own as one of many, or as one of the processes that there are.
@@ -200,7 +200,7 @@ def _is_passed_through(path: str) -> bool:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:600] or type(error).__name__
+    return one_line(error)[:600] or type(error).__name__
 
 
 def main(result: str, phase: str) -> None:

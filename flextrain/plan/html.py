@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from string import Template
 from typing import Any
 
-from ..core.base.errors import ConfigError, counted
-from ..core.checkpoint.export.files import Pending
-from ..report.pages import INK, PAPER, SOFT, STYLE, drawing
+from ..core.base.errors import counted
+from ..pages import INK, PAPER, SOFT, check_file, drawing, legend_of, whole_page, write_file
 from ..runner.reporting.reporter import import_extra
 from .plan import KINDS, Kind, Link, Moment, RankPlan, StrategyPlan, TrainingPlan
 from .report import CAPTION, about_times, cells, headings, interval, lines_on, not_seen, size, where_it_is
@@ -213,23 +210,6 @@ _KIND_WORDS: dict[Kind, str] = {
 }
 _LINK_WORDS = {"inside": "to processes of the same node", "between": "to other nodes"}
 _LONG = 40  # letters of a name
-_PAGE = Template("""\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>
-$style</style>
-</head>
-<body>
-<main>
-$body
-</main>
-</body>
-</html>
-""")
 
 
 def check_page(path: str | Path, where: str = "plan.html") -> None:
@@ -239,14 +219,7 @@ def check_page(path: str | Path, where: str = "plan.html") -> None:
         ConfigError: its folder does not exist or cannot be written to, ``path`` is a folder, or the package that draws is
             missing.
     """
-    file = Path(path)
-    folder = file.absolute().parent
-    if file.is_dir():
-        raise ConfigError(f"{where}: {path} is a folder, give the path of a file")
-    if not folder.is_dir():
-        raise ConfigError(f"{where}: there is no folder {folder} for {file.name}, make it first")
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"{where}: the folder {folder} cannot be written to")
+    check_file(Path(path), where)
     check_charts(where)
 
 
@@ -258,9 +231,7 @@ def write_page(plan: TrainingPlan, path: str | Path) -> None:
         CheckpointError: the storage failed.
     """
     check_page(path)
-    text = page(plan)
-    with Pending(Path(path).absolute()) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    write_file(Path(path), page(plan))
 
 
 def page(plan: TrainingPlan) -> str:
@@ -274,8 +245,7 @@ def page(plan: TrainingPlan) -> str:
         _remarks(plan),
         _every_collective(plan),
     )
-    title = escape(f"Plan of {Path(plan.script).name}")
-    return _PAGE.substitute(title=title, style=STYLE, body="\n".join(filter(None, sections)))
+    return whole_page(f"Plan of {Path(plan.script).name}", sections)
 
 
 def _heading(plan: TrainingPlan) -> str:
@@ -333,7 +303,7 @@ def _planned(plan: TrainingPlan) -> list[tuple[StrategyPlan, RankPlan]]:
 def _kinds(moments: Iterable[Moment], words: Mapping[Kind, str]) -> str:
     """The legend of the kinds of memory that there are."""
     there = {kind for moment in moments for kind, count in moment.by_kind.items() if count}
-    return _legend(
+    return legend_of(
         (KIND_COLOURS[kind], words.get(kind, kind.replace("_", " "))) for kind in KIND_COLOURS if kind in there
     )
 
@@ -380,7 +350,7 @@ def _sent(plan: TrainingPlan) -> str:
     sending = [strategy for strategy in plan.strategies if sent_by_axis(strategy)]
     if not sending:
         return ""
-    legend = _legend((colour, _LINK_WORDS[link]) for link, colour in LINK_COLOURS.items())
+    legend = legend_of((colour, _LINK_WORDS[link]) for link, colour in LINK_COLOURS.items())
     caption = "By axis of the mesh, from the planned rank that sends most. Messages go in a ring."
     chart = f"<figure>{bytes_sent(sending, size)}<figcaption>{caption}</figcaption></figure>"
     return f"<section><h2>Bytes sent in an update</h2>{legend}{chart}</section>"
@@ -390,7 +360,7 @@ def _times(plan: TrainingPlan) -> str:
     if all(one.time is None for one in plan.strategies):
         return ""
     words = {"least": "if computing and sending overlap perfectly", "most": "more, if nothing overlaps"}
-    legend = _legend((colour, words[part]) for part, (colour, _) in TIME_COLOURS.items())
+    legend = legend_of((colour, words[part]) for part, (colour, _) in TIME_COLOURS.items())
     caption = " ".join(f"{escape(line)}" for line in about_times(plan))
     return f"<section><h2>Time of a step</h2>{legend}<figure>{time_of_a_step(plan, interval)}<figcaption>{caption}</figcaption></figure></section>"
 
@@ -428,8 +398,3 @@ def _remarks(plan: TrainingPlan) -> str:
     found += [f"<li>{escape(note)}</li>" for note in plan.notes]
     found += [f"<li>{escape(line)}</li>" for line in (not_seen(plan), *about_times(plan))]
     return f'<section><h2>What to know</h2><ul class="remarks">{"".join(found)}</ul></section>'
-
-
-def _legend(entries: Iterable[tuple[str, str]]) -> str:
-    items = "".join(f'<li><i style="background:{colour}"></i>{escape(words)}</li>' for colour, words in entries)
-    return f'<ul class="legend">{items}</ul>'

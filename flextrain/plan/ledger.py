@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 
-from ..core.base.rehearsing import aside, is_aside, listeners
-from ..core.torch_compat.rehearsing_private import collective_of, finding_shapes_in, in_backward, only_waits
-from ..core.torch_compat.torch_private import TorchDispatchMode, tree_flatten
+from ..core.base.tensors import dtype_name
+from ..core.torch_compat.torch_private import TorchDispatchMode, apart, tree_flatten
 from .plan import MOMENTS, Kind, Moment, Phase, Traffic, Work
+from .rehearsing_private import collective_of, finding_shapes_in, in_backward, only_waits
 
 # Books of one update, and those of an update with more equal micro-batches, reckoned from a few.
 
@@ -466,11 +466,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.memory.resized(storage)
             return storage
 
-        listeners.append(listen := cast(Callable[[str, Iterable[Tensor]], object], self.memory.mark))
-        self._stack.callback(listeners.remove, listen)
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         self._stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
-        self._stack.enter_context(finding_shapes_in(aside))
+        self._stack.enter_context(finding_shapes_in(apart))
         self._stack.callback(register_module_forward_pre_hook(self._enter).remove)
         self._stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -487,8 +485,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented  # it takes itself apart, and its parts come here
         kwargs = kwargs or {}
-        if is_aside():
-            return func(*args, **kwargs)
         known = _known(func)
         self._operation = known.name
         result = args[0] if only_waits(func, args) else func(*args, **kwargs)
@@ -589,9 +585,7 @@ def _known(operation: Any) -> _Known:
     return _Known(name, operation.namespace in _COMMUNICATION, operation.is_view, flops_of(operation))
 
 
-@functools.cache
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+_name_of = functools.cache(dtype_name)
 
 
 def _add_tensors(value: Any, found: list[Tensor]) -> None:

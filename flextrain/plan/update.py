@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..core.base.errors import ConfigError
-from ..core.base.rehearsing import WithoutValues, with_values
 from ..core.comm.topology import Topology
 from ..core.hugging_face.transformers_private import pretrained_models, taking_sequences_for_whole
 from ..core.model.base_model import overrides
-from ..core.torch_compat.torch_private import tree_flatten
+from ..core.torch_compat.torch_private import tree_flatten, with_values
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
 from ..runner.config import check_everything
@@ -31,16 +30,18 @@ from ..runner.data.dataloaders import build_dataloader
 from ..runner.data.first_batches import example_batch, first_batches
 from ..runner.data.user_loaders import batch_size, goes_its_own_way
 from ..runner.hooks import DEFAULT_HOOKS
+from ..runner.loops.losses import Weighing
 from ..runner.loops.step import Stepper
 from ..runner.parts import build_model
 from ..runner.transforms.apply import transform
 from ..strategies.base import Strategy
-from ..strategies.parts import pipeline_of, rehearsed
+from ..strategies.parts import note_initialised, pipeline_of, rehearsed
 from ..strategies.recomputation import repeated_blocks
 from ..verify.parity import without_workers
 from .checkpoint import Share, share_of
 from .ledger import EXECUTED, REPEATED, Books, Ledger, Network, are_alike, parts_of, reckoned
 from .plan import PipelineOrder, PlannedJob, RankPlan, Recipe
+from .rehearsing import WithoutValues
 
 UPDATES = 2
 """Updates that are made. The first one creates the optimizer's state, the second one is as all others."""
@@ -124,6 +125,8 @@ class Training:
         self.facts.recipe = self._recipe(topology, model)
         whole = all(_rows_are_whole(batch) for batch in window)
         ledger = Ledger(topology.rank, self._network(topology))
+        if (tell := getattr(self.strategy, "tell", None)) is not None:
+            tell(ledger.memory.mark)
         with ExitStack() as stack:
             stack.enter_context(ledger)
             stack.enter_context(self._without_values())
@@ -133,8 +136,12 @@ class Training:
             self._on_phase("set-up")
             called, optim = self.strategy.setup(model, self._optim)
             assert optim is not None
+            if self._rehearsal is not None:
+                note_initialised(self.strategy)  # nothing will be loaded
             window = self._stripped(window, model)
             stepper = Stepper(self.strategy, called, optim)
+            if self._rehearsal is not None:
+                stepper.weighing = _Even.of(self.strategy.module, self.strategy.device, topology)
             ledger.watch(self.strategy.module, [wrapper.optimizer for wrapper in optim.wrappers.values()])
             for wrapper in optim.wrappers.values():
                 wrapper.register_step_pre_hook(lambda _: ledger.update())
@@ -313,6 +320,13 @@ class Training:
             micro_batches=micro_batches,
             parameters=sum(part.numel() for part in held),
         )
+
+
+class _Even(Weighing):
+    """Gives micro-batches without values, in which there is nothing to count, the same weight."""
+
+    def weight(self, batch: Any) -> float:
+        return 1.0
 
 
 class _Building:

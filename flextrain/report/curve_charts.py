@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.base.errors import ConfigError
+from ..pages import SOFT, WIDTH, drawing
 from ..runner.hooks.early_stopping import infer_rule
-from .pages import SOFT, WIDTH, drawing
 from .recorded_run import Curve, Mode, RecordedRun, RunEvent
 
 # Which figures of runs a report shows, in which order, and what they are called.

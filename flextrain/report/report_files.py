@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..core.base.errors import ConfigError
-from ..core.checkpoint.export.files import Pending
+from ..pages import check_file, write_file
 from ..runner.reporting.reporter import import_extra
 from .recorded_run import RecordedRun, recorded_run
 from .run_facts import markdown
@@ -43,28 +42,15 @@ def recorded_runs(folders: Sequence[Path], names: Sequence[str]) -> list[Recorde
     return [recorded_run(folder, name) for folder, name in zip(folders, names, strict=True)]
 
 
-def check_output(path: Path) -> None:
-    """Raise ConfigError if the file cannot be written, or the package that draws is missing."""
-    folder = path.absolute().parent
-    if path.is_dir():
-        raise ConfigError(f"report.output: {path} is a folder, give the path of a file")
-    if not folder.is_dir():
-        raise ConfigError(f"report.output: there is no folder {folder} for {path.name}, make it first")
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"report.output: the folder {folder} cannot be written to, give -o FILE")
-
-
 def write_report(runs: Sequence[RecordedRun], path: Path, *, refresh_s: int | None = None) -> None:
     """Write the page; there is never a part of it under this name.
 
     Raises:
-        ConfigError: see ``check_output``.
+        ConfigError: it cannot be written, or the package that draws is missing.
     """
-    check_output(path)
+    check_file(path, "report.output")
     import_extra("matplotlib.figure", "report", "report")
-    text = page(runs, refresh_s=refresh_s)
-    with Pending(path.absolute()) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    write_file(path, page(runs, refresh_s=refresh_s))
 
 
 def write_markdown(runs: Sequence[RecordedRun], path: Path | None) -> None:
@@ -73,9 +59,8 @@ def write_markdown(runs: Sequence[RecordedRun], path: Path | None) -> None:
     if path is None:
         sys.stdout.write(text)
         return
-    check_output(path)
-    with Pending(path.absolute()) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    check_file(path, "report.output")
+    write_file(path, text)
 
 
 def watch(

@@ -7,10 +7,9 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
-from string import Template
 
+from ..pages import whole_page
 from .curve_charts import RUN_COLOURS, SECTIONS, Figure, chart, chart_of_ranks, colour_of, figures
-from .pages import STYLE
 from .recorded_run import RecordedRun, RunEvent
 from .run_facts import differing_settings, facts_of, final_values
 
@@ -102,25 +101,6 @@ _MOST_PICTURE_BYTES = 12 * 2**20
 _SEPARATORS = re.compile(r"(?<=\w)[/_.:]+(?=\w)")
 _MARKED = frozenset({"Loss", "Metrics"})
 _RANK_TITLES = (("data_time", "Waiting for data, of each rank", "seconds"), ("memory", "Memory of each rank", "MiB"))
-_PAGE = Template("""\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-$refresh<title>$title</title>
-<style>
-$style</style>
-</head>
-<body>
-<main>
-$body
-</main>
-<script>
-$script</script>
-</body>
-</html>
-""")
 
 
 def page(runs: Sequence[RecordedRun], *, refresh_s: int | None = None) -> str:
@@ -147,15 +127,9 @@ def page(runs: Sequence[RecordedRun], *, refresh_s: int | None = None) -> str:
         _events(runs),
         _settings(runs),
     )
-    title = escape(f"Training: {', '.join(run.name for run in runs)}")
     refresh = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">\n'
-    return _PAGE.substitute(
-        refresh=refresh,
-        title=title,
-        style=STYLE + RUN_STYLE + _colours(runs),
-        body="\n".join(filter(None, sections)),
-        script=SCRIPT,
-    )
+    title = f"Training: {', '.join(run.name for run in runs)}"
+    return whole_page(title, sections, style=RUN_STYLE + _colours(runs), script=SCRIPT, head=refresh)
 
 
 def _colours(runs: Sequence[RecordedRun]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.base.errors import FlexTrainError
+from ..core.base.errors import FlexTrainError, listed
 
 # Float32 has 24 bits, a relative rounding error of 6e-8. Sums in another order (per process, then over processes) round
 # differently at each of a few tens of additions and updates. A difference well above 1e-6 is not rounding.
@@ -87,7 +87,8 @@ def same_tensors(found: Mapping[str, Any], expected: Mapping[str, Any], what: st
     """
     keys = [key for key in expected if key in found]
     require(
-        bool(keys), f"{what}: nothing to compare, the keys are {_some(sorted(found))} and not {_some(sorted(expected))}"
+        bool(keys),
+        f"{what}: nothing to compare, the keys are {listed(sorted(found), 3)} and not {listed(sorted(expected), 3)}",
     )
     scales = small_scales(expected)
     worst, where = 0.0, ""
@@ -122,11 +123,7 @@ def same_keys(found: Iterable[str], expected: Iterable[str], what: str) -> None:
     parts = []
     if missing:
         near = difflib.get_close_matches(missing[0], extra, n=1)
-        parts.append(f"{len(missing)} missing, {_some(missing)}" + (f' (renamed to "{near[0]}"?)' if near else ""))
+        parts.append(f"{len(missing)} missing, {listed(missing, 3)}" + (f' (renamed to "{near[0]}"?)' if near else ""))
     if extra:
-        parts.append(f"{len(extra)} unexpected, {_some(extra)}")
+        parts.append(f"{len(extra)} unexpected, {listed(extra, 3)}")
     require(not parts, f"{what}: keys differ from single-device's: {'; '.join(parts)}")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

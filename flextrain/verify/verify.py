@@ -15,9 +15,9 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from ..core.base.errors import ConfigError, FlexTrainError
-from ..core.torch_compat.group_private import check_threads_as_ranks
 from ..optim.canonical import split_key
 from ..tables import FittedTable, add_row
+from ..testing.simulation.group_private import check_threads_as_ranks
 from ..testing.workers import WorkerError, WorkerGroup
 from .parity import Job, ProcessTrace, Way, train_alone, train_simulated, train_with
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
 from ...core.random.generators import Watch, nth_seed, seed_generators
-from ..health.signals import Outliving, is_caught
+from ..signals import Outliving, is_caught
 from .samplers import tell_epoch
 from .streams.divided_streams import DividedStream
 

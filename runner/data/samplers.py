@@ -19,7 +19,7 @@ from ...core.base.snapshot import Snapshot
 from ...core.comm.topology import Topology
 from ...core.random.generators import RandomStream
 from ...core.random.permutation import Shuffled, Straight
-from .streams.stream_orders import own_order
+from .stream_orders import own_order
 
 # Call ``set_epoch`` of datasets, samplers and dataloaders at the beginning of an epoch.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ...core.base.errors import ONLY_IN_FILE, TRACEBACK_IN_FILE, FlexTrainError
 from ...core.base.events import heartbeats
-from . import signals
+from .. import signals
 
 if TYPE_CHECKING:
     from ..run import Run

@@ -24,10 +24,10 @@ from ...core.comm.agreement import Bulletin, StoreLostError, raising_together, r
 from ...core.comm.rendezvous import EndAskedError
 from ...core.device.device import synchronize
 from ...strategies.launchers import say_that_the_end_was_asked
+from .. import signals
 from ..hooks.checkpoint import CheckpointHook
 from ..loops.base import EvaluationCut
 from ..options import PreemptionOptions
-from . import signals
 from .monitor import Monitor, leave, try_for_a_while, weakly
 from .termination import Terminated
 

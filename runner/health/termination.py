@@ -19,9 +19,9 @@ from ...core.base.errors import (
 from ...core.base.events import append_event
 from ...core.checkpoint import find_latest, iteration_of
 from ..resume.choose_checkpoint import newest_fast
+from ..signals import outlast
 from .failures import Reason, reason_of
 from .origin import find_origin
-from .signals import outlast
 
 if TYPE_CHECKING:
     from ..run import Run

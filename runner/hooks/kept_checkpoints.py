@@ -12,7 +12,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
-from ...core.base.errors import CheckpointError, ConfigError, StorageError
+from ...core.base.errors import CheckpointError, ConfigError, StorageError, listed
 from ...core.checkpoint import (
     as_path,
     complete_ones,
@@ -184,7 +184,7 @@ def keep_others(runner: Run, folder: Path, template: str, *, own: Sequence[Path]
         return []
     if goes_on:
         runner.logger.warning(
-            f"{folder} holds {_in_words(found)}, of which this run, going on at iteration {runner.iter}, knows nothing: a newer "
+            f"{folder} holds {listed(found, 3)}, of which this run, going on at iteration {runner.iter}, knows nothing: a newer "
             "checkpoint of this run takes their place as the latest"
         )
         return []
@@ -198,15 +198,11 @@ def keep_others(runner: Run, folder: Path, template: str, *, own: Sequence[Path]
         return names
     if runner.options.resume_options is None or runner.iter > 0:
         raise ConfigError(
-            f"work_dir: {folder} holds checkpoints of another run ({_in_words(found)}), which this one would replace; resume=True "
+            f"work_dir: {folder} holds checkpoints of another run ({listed(found, 3)}), which this one would replace; resume=True "
             "continues that run, another work_dir keeps it, default_hooks=dict(checkpoint=dict(overwrite=True)) replaces it"
         )
-    runner.logger.warning(f"{folder} holds checkpoints of another run ({_in_words(found)}), which may be replaced")
+    runner.logger.warning(f"{folder} holds checkpoints of another run ({listed(found, 3)}), which may be replaced")
     return []
-
-
-def _in_words(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _listed(folder: Path, beyond: Mapping[str, int], best: bool) -> list[str]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 VERSION = 1
-"""The version of plans that can be read, ``SCHEMA`` of flextrain.plan.plan."""
+"""The version of plans that can be read."""
 _WHERE = "env_cfg.plan"
 _OF_THE_MACHINE = ("type", "device", "launcher", "backend", "timeout_s", "compile")
 """Options of a strategy of which memory does not depend, or that no plan has."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...core.base.errors import ConfigError, FlexTrainError, LaunchError, counted
+from ...core.base.errors import ConfigError, FlexTrainError, LaunchError, counted, one_line
 from ...core.base.overriding import overridden
 from ...core.base.snapshot import Snapshot
 from ...core.comm import collectives as dist
@@ -253,7 +253,7 @@ def _is_certain(error: Exception) -> bool:
 
 
 def _in_words(error: Exception) -> str:
-    text = " ".join(str(error).split()) or "without a message"
+    text = one_line(error) or "without a message"
     if isinstance(error, FlexTrainError):
         return text
     frames = traceback.extract_tb(error.__traceback__)

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ...core.base.errors import ConfigError
-from ...core.base.rehearsing import rehearsing, with_values
 from ...core.comm import collectives as dist
 from ...core.comm.topology import Topology
 from ...core.model.base_model import NO_LOSS
 from ...core.model.token_counts import IGNORED, NUMBER, takes_number_of_items
-from ...core.torch_compat.torch_private import is_view
+from ...core.torch_compat.torch_private import is_view, with_values
 from ..data.readers import Counted
 
 # The values to log of an update, from those of its micro-batches.
@@ -137,7 +136,7 @@ class Weighing:
             window: the micro-batches.
             counted: of whose samples these count; None: all.
         """
-        self._weights = [self._weight(batch) for batch in window]
+        self._weights = [self.weight(batch) for batch in window]
         if counted is not None and counted.ends_with_filler:
             self._weights[-1] = 0.0
         # The sum is over all processes. Items that several processes count, because they share a data shard, cancel out
@@ -157,11 +156,10 @@ class Weighing:
 
     def counts(self, batch: Any) -> bool:
         """Return True if a micro-batch has an item."""
-        return self._weight(batch) > 0
+        return self.weight(batch) > 0
 
-    def _weight(self, batch: Any) -> float:
-        if rehearsing():  # the batch has no values to count
-            return 1.0
+    def weight(self, batch: Any) -> float:
+        """Return the number of items in a micro-batch."""
         value = self._loss_weight(batch)
         if isinstance(value, Tensor) and value.device.type != "cpu":
             self._say(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...core.base.config import check_call
-from ...core.base.errors import ConfigError, FlexTrainError, counted, one_of
+from ...core.base.errors import ConfigError, FlexTrainError, counted, one_line, one_of
 from ...core.base.registry import TRANSFORMS
 from ...core.base.tensors import QUANTISERS
 from ...core.hugging_face.pretrained import pretrained_in
@@ -308,7 +308,7 @@ def _call(each: Transform, model: nn.Module, is_whole: bool) -> nn.Module:
         if not is_whole and isinstance(error, (RuntimeError, NotImplementedError, LooksAtValues)):
             raise ConfigError(
                 f"{each.where}: {each.name} failed on a model that the strategy has built without memory "
-                f"({_one_line(error)}); if it reads values, give the model as an instance"
+                f"({one_line(error)[:200]}); if it reads values, give the model as an instance"
             ) from error
         if hasattr(error, "add_note"):  # Python 3.11; the interpreter prints it below the traceback
             error.add_note(f"flextrain: failed in {each.where}, {each.name}")
@@ -366,10 +366,6 @@ def _has_values(model: nn.Module, strategy: Builds) -> bool:
 def _generator_state(seed: int, index: int) -> Tensor:
     number = hashlib.sha256(f"transforms[{index}] {seed}".encode()).digest()[:8]
     return torch.Generator("cpu").manual_seed(int.from_bytes(number, "big") >> 1).get_state()
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 # Weights that a package stores in few bits, which checkpoints cannot hold: they are left out, and the base brings

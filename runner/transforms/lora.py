@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ...core.base.errors import ConfigError, nearest, one_of, suggest
+from ...core.base.errors import ConfigError, listed, nearest, one_of, suggest
 from ...core.base.registry import TRANSFORMS
 from ...core.checkpoint.untrusted import one_line
 from ..reporting.reporter import import_extra
@@ -207,5 +207,4 @@ def _own_copy(value: Any) -> Any:
 
 
 def _some(names: set[str]) -> str:
-    listed = sorted(name for name in names if not name.isdigit())
-    return ", ".join(listed[:12]) + (", ..." if len(listed) > 12 else "")
+    return listed(sorted(name for name in names if not name.isdigit()), 12)

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from ...core.base.errors import ConfigError, StrategyError
 from ...core.base.registry import OPTIMIZERS
-from ...core.base.rehearsing import with_values
 from ...core.checkpoint.chunks import FlatShard
 from ...core.device.precision import BATCH_NORM, cast_tensors, output_in_float32
+from ...core.torch_compat.torch_private import with_values
 from ...optim.trial import Samples, why_not_flat_shards, why_not_usable
 from ...optim.wrapper import OptimWrapper
 from . import engine_internals

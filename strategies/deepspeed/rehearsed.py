@@ -8,7 +8,7 @@ them: gradients of stages 1 and 2 are copied into a bucket, reduced whole, and t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...core.base.errors import ConfigError
-from ...core.base.rehearsing import announce
 from ...core.checkpoint.chunks import FlatShard, share
 from ...core.device.precision import DTYPES, Precision
 from ...core.torch_compat.torch_private import tree_flatten
@@ -28,6 +27,15 @@ from ..base import NOTHING, Optim, Strategy
 from .config import DeepSpeedConfig, ZeroOptimization
 from .engine_config import Request, check_wrapper, resolve
 from .half_precision import cast_inputs_and_outputs, check_supported, keep_running_statistics
+
+_listeners: list[Callable[[str, Iterable[Tensor]], object]] = []
+
+
+def announce(kind: str, tensors: Iterable[Tensor]) -> None:
+    """Say what the memory of tensors is for, see ``RehearsedZero.tell``."""
+    for listen in _listeners:
+        listen(kind, tensors)
+
 
 # The tensors of ZeRO's stages on one rank, by formula, as DeepSpeed 0.19.8 makes them; see ``rehearsed``.
 
@@ -583,6 +591,10 @@ class RehearsedZero(Strategy):
                 )
         self._request = Request(torch.float32, 0.0, 1, {})
         self._zero: ZeroState | None = None
+
+    def tell(self, listen: Callable[[str, Iterable[Tensor]], object]) -> None:
+        """Let ``listen(kind, tensors)`` know what the memory of tensors is for, which no operation shows."""
+        _listeners[:] = [listen]
 
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """See Strategy."""

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ...core.base.errors import StrategyError
+from ...core.base.initializers import ALL, initializing_with
 from ...core.base.trees import tree_map_only
 from ...core.comm.agreement import first_difference
 from ...core.model.deferred import LooksAtValues
-from ...core.model.initializers import ALL, initializing_with
 from ...core.torch_compat.torch_private import tree_flatten
 from .swapping import is_in_file, shard_numel
 

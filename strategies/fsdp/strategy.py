@@ -20,7 +20,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ...core.base.errors import StrategyError
 from ...core.base.registry import STRATEGIES
-from ...core.base.rehearsing import rehearsing, with_values
 from ...core.base.trees import tree_map_only
 from ...core.comm import collectives as dist
 from ...core.comm.collectives import share_weights
@@ -33,7 +32,7 @@ from ...core.torch_compat.dtensor_private import (
     settle_root,
     settle_unit,
 )
-from ...core.torch_compat.torch_private import gradient_hooks
+from ...core.torch_compat.torch_private import gradient_hooks, has_values, with_values
 from ...optim.gradients import average
 from ...optim.wrapper import OptimWrapper
 from ..as_at_setup import Arranged, is_subclass
@@ -126,7 +125,7 @@ def watch_first_forward(unit: nn.Module, names: dict[int, str]) -> None:
         unit: a module that FSDP gathers, after ``fully_shard``.
         names: of the modules of the model, by id.
     """
-    if rehearsing():  # there are no values to compare
+    if not all(map(has_values, unit.parameters())):
         return
     # Now, because a stage of a pipeline that is under way lets nobody go through its parameters.
     keys = [(module, key) for module in _own_modules(unit) for key, _ in module.named_parameters(recurse=False)]
@@ -386,7 +385,7 @@ class FSDPStrategy(Strategy):
                 )
         if self.config.offloads and self.device.type == "cpu":
             raise StrategyError('strategy.cpu_offload: everything is in the host\'s memory already on device "cpu"')
-        if self.config.skip_init_weights and not (rehearsing() or any(p.is_meta for p in model.parameters())):
+        if self.config.skip_init_weights and all(map(has_values, model.parameters())):
             raise StrategyError(
                 "strategy.skip_init_weights: has no effect on a model that is given as an instance, give dict(type=...) or a class, or "
                 "leave it out"
@@ -440,7 +439,8 @@ class FSDPStrategy(Strategy):
             settle_unit(unit)
             if not self.config.compile:
                 watch_first_forward(unit, names)
-        if (data := self._averaged_over()).count > 1 and not rehearsing():
+        # Only by values do processes take different ways through the model.
+        if (data := self._averaged_over()).count > 1 and all(map(has_values, model.parameters())):
             self._used = UsedParameters(model, (*self._units, *roots), data, self.device, self.topology.rank)
             self._keep_order(roots, names, data)
         if self.config.prefetch is not None:
@@ -476,8 +476,7 @@ class FSDPStrategy(Strategy):
     def _unsharded(self, model: nn.Module) -> nn.Module:
         """Return a model whose parameters stay as they are: each of them is on one process, or divided already."""
         self._without_memory.materialize(model, self._whole, self.device, on_host=False)
-        if not rehearsing():
-            model.to(self.device)
+        model.to(self.device)
         self._gradient_hooks += settle_gradients(model.parameters())
         return model
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...core.base.rehearsing import with_values
 from ...core.comm.topology import DataShard, Topology
+from ...core.torch_compat.torch_private import with_values
 from ...optim.wrapper import OptimWrapper
 from ..base import EvalStep, Optim, TrainStep
 from .config import MeshConfig

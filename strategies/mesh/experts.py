@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ...core.base.errors import ConfigError, StrategyError, suggest
-from ...core.base.rehearsing import rehearsing, with_values
 from ...core.torch_compat.dtensor_private import using_in_place
+from ...core.torch_compat.torch_private import has_values, with_values
 from ...optim.wrapper import OptimWrapper
 from ..base import EvalStep, Optim, TrainStep
 from ..sharding import check_divided
@@ -307,7 +307,7 @@ class Dispatch:
 
     def _called(self, *given: Tensor) -> Tensor:
         tokens, ids, weights = (self._rows_to_send(tensor) for tensor in given)
-        if not self._is_tried and len(tokens) and not rehearsing():
+        if not self._is_tried and len(tokens) and has_values(tokens):
             self._check_sum(tokens, weights)
         output = self._send_and_compute(tokens, ids, weights)
         return self._whole(output, given[0])
@@ -347,7 +347,7 @@ class Dispatch:
         numbers = flat.new_zeros(self._everyones).scatter_add_(0, flat, torch.ones_like(flat))
         theirs = torch.empty_like(numbers)
         dist.all_to_all_single(theirs, numbers, group=self._mesh.get_group())
-        if rehearsing():  # all experts get equally many, from each process
+        if not has_values(numbers):  # all experts get equally many, from each process
             sent = received = _even(len(flat), self._mesh.size())
         else:
             by_process = torch.stack([numbers, theirs]).view(2, -1, self._own)

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable
 from functools import singledispatch
 
 from ...core.base.errors import StrategyError, counted, suggest
-from ...core.base.rehearsing import rehearsing
 from ..base import Strategy
 from .model_names import aliases, elsewhere
 
@@ -36,7 +35,7 @@ def check_initialised(strategy: Strategy) -> None:
         StrategyError: parameters that were not initialised at set-up were not loaded since; see ``note_initialised``.
     """
     uninitialised = strategy.noted.uninitialised
-    if uninitialised and not rehearsing():
+    if uninitialised:
         names = [name for name, _ in strategy.parameters() if name in uninitialised]
         more = f" and {counted(len(names) - 1, 'other parameter')}" if len(names) > 1 else ""
         raise StrategyError(

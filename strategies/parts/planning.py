@@ -13,7 +13,8 @@ def rehearsed(strategy: Strategy) -> Strategy | None:
 
     By default itself, or None if ``needs.processes`` says that its ranks must be real processes. Such a strategy can
     register one with the same options that makes the tensors and calls the collectives of a rank by formula, as plain
-    operations of torch, and that says by ``core.rehearsing.announce`` what memory is for. Plans say that it is so.
+    operations of torch, and that has a method ``tell(listen)``: ``listen(kind, tensors)`` is to be called with what the memory of tensors is
+    for. Plans say that it is so.
     """
     return None if strategy.needs.processes else strategy
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...core.base.errors import StrategyError
+from ...core.base.tensors import dtype_name
 from ...core.checkpoint.chunks import FlatShard, full_tensor
 from ...core.comm.agreement import gather_differing
 from ...core.comm.collectives import as_sent
@@ -68,7 +69,7 @@ class Sources:
                 mine.append(Source(_NOTHING))
                 continue
             whole = found.shape if name in buffers else shape
-            mine.append(Source(_kind_of(found), _name_of(found.dtype), _name_of(live[name].dtype), list(whole)))
+            mine.append(Source(_kind_of(found), dtype_name(found.dtype), dtype_name(live[name].dtype), list(whole)))
         everyones = gather_differing(mine)
         by_name = {name: [Source(*one[i]) for one in everyones] for i, name in enumerate(shapes)}
         self.by_name = {name: every for name, every in by_name.items() if any(one.kind != _NOTHING for one in every)}
@@ -84,7 +85,7 @@ class Sources:
         """Give the floating-point tensors of these names this dtype, in place of the one that they are computed with."""
         for name in names:
             self.by_name[name] = [
-                each._replace(wanted=_name_of(dtype)) if each.kept and _dtype(each.kept).is_floating_point else each
+                each._replace(wanted=dtype_name(dtype)) if each.kept and _dtype(each.kept).is_floating_point else each
                 for each in self.by_name[name]
             ]
 
@@ -211,10 +212,6 @@ def _gathered(tensor: Tensor, device: torch.device) -> Tensor:
 def _share_memory(value: Tensor, live: Tensor) -> bool:
     own = live.to_local() if isinstance(live, DTensor) else live
     return value.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -16,8 +16,8 @@ from flextrain.core.comm import collectives as dist
 from flextrain.core.comm.agreement import all_same, collect, first_difference, gather_differing
 from flextrain.core.comm.replica_check import ReplicaCheck
 from flextrain.core.comm.topology import DataShard, Topology
-from flextrain.core.torch_compat.group_private import CHECKED
 from flextrain.testing.simulation import Simulation
+from flextrain.testing.simulation.group_private import CHECKED
 
 pytestmark = pytest.mark.skipif(
     Version(torch.__version__).release[:2] != CHECKED.release[:2],

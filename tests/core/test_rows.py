@@ -18,9 +18,9 @@ from flextrain.core.checkpoint import plain_values as own_row
 from flextrain.core.checkpoint.compare import damages
 from flextrain.core.checkpoint.plain_values import OwnRow, RowFacts, plan_rows
 from flextrain.core.comm import collectives as dist
-from flextrain.core.torch_compat.group_private import CHECKED
 from flextrain.testing import WorkerGroup
 from flextrain.testing.simulation import Simulation
+from flextrain.testing.simulation.group_private import CHECKED
 
 from ..runner.training import Net, Samples, whole_state
 

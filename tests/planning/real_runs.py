@@ -14,13 +14,13 @@ from torch.distributed import _functional_collectives
 from torch.utils.flop_counter import FlopCounterMode
 
 from flextrain import __version__
-from flextrain.core.base.rehearsing import rehearsal
 from flextrain.core.checkpoint import save_checkpoint
 from flextrain.core.random.generators import rng_state
 from flextrain.plan import update
 from flextrain.plan.child import answer, arguments_for, measure, rehearse
 from flextrain.plan.ledger import Ledger, Network
 from flextrain.plan.plan import PlannedJob
+from flextrain.plan.rehearsing import rehearsal
 from flextrain.plan.update import Training, set_seed
 from flextrain.testing.loop import environ
 from flextrain.user_script import runner_arguments

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flextrain.core.torch_compat.rehearsing_private import quick_fake_mode
 from flextrain.plan.ledger import Ledger, Network
+from flextrain.plan.rehearsing_private import quick_fake_mode
 
 FLOAT = 4
 

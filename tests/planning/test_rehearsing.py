@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from flextrain.core.base import rehearsing
 from flextrain.core.base.errors import StrategyError
-from flextrain.core.torch_compat.rehearsing_private import is_fake, quick_fake_mode
-from flextrain.plan.ledger import Ledger, Network
+from flextrain.core.comm.agreement import gather_differing, raising_together, roll_call
+from flextrain.core.comm.collectives import all_gather_object, broadcast_object
+from flextrain.core.torch_compat.torch_private import has_values, is_fake, with_values
+from flextrain.plan import rehearsing
+from flextrain.plan.rehearsing_private import quick_fake_mode
 from flextrain.strategies.base import Strategy
 from flextrain.strategies.config import Needs
 from flextrain.strategies.parts import rehearsed
@@ -18,8 +20,19 @@ def test_a_version_of_torch_that_was_not_checked_is_one_line(monkeypatch):
     says = r"^plan: torch \S+ was not checked, figures might be wrong; plan with torch 1\.0"
     with pytest.raises(StrategyError, match=says), rehearsing.rehearsal(0, 2):
         pass
-    assert not rehearsing.rehearsing()
     assert not torch.distributed.is_initialized()
+
+
+def test_all_other_processes_have_what_this_one_has():
+    with rehearsing.rehearsal(1, 4) as found, found.without_values():
+        assert (all_gather_object("a"), gather_differing([1])) == (["a"] * 4, [[1]] * 4)
+        assert broadcast_object({"of": "rank 0"}) == {"of": "rank 0"}
+        assert roll_call("a call", 1.0) is None
+        with pytest.raises(StrategyError, match="mine"), raising_together():
+            raise StrategyError("mine")
+        assert not has_values(torch.ones(2))
+        with with_values():
+            assert has_values(torch.ones(2))
 
 
 def test_what_was_seen_before_is_what_torch_would_compute():
@@ -85,12 +98,3 @@ def test_what_needs_real_processes_cannot_be_rehearsed():
     assert rehearsed(Threads()) is None
     ordinary = Strategy()
     assert rehearsed(ordinary) is ordinary
-
-
-def test_memory_is_announced_to_books_that_are_open():
-    with Ledger(0, Network(1)) as ledger:
-        kept = torch.zeros(10)
-        rehearsing.announce("gradients", [kept])
-        assert ledger.memory.in_use() == {"gradients": 40}
-    rehearsing.announce("parameters", [kept])
-    assert ledger.memory.in_use() == {"gradients": 40}

@@ -612,7 +612,7 @@ if __name__ == "__main__":
 
 AGAIN = """
 import atexit, os, signal
-from flextrain.runner.health import signals
+from flextrain.runner import signals
 from flextrain.runner.health.termination import Terminated
 
 class Run:

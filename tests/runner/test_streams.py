@@ -16,10 +16,10 @@ import torch
 from flextrain import ConfigError
 from flextrain.data import DataError, JsonlFiles, Mixture, PackedTokens, TokenFiles
 from flextrain.runner import DefaultSampler, InfiniteSampler
+from flextrain.runner.data.stream_orders import LocalOrder
 from flextrain.runner.data.streams import packing as document_index
 from flextrain.runner.data.streams.mixture import MixtureSchedule
 from flextrain.runner.data.streams.packing import GROUP, DocumentIndex, ends_of_groups
-from flextrain.runner.data.streams.stream_orders import LocalOrder
 
 Documents = list[list[int]]
 

@@ -321,7 +321,7 @@ def test_a_handler_of_the_program_stays(tmp_path: Path) -> None:
 
 def test_without_a_run_the_signal_does_what_it_always_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_ever: list[int] = []
-    monkeypatch.setattr("flextrain.runner.health.signals._as_ever", lambda number, frame: as_ever.append(number))
+    monkeypatch.setattr("flextrain.runner.signals._as_ever", lambda number, frame: as_ever.append(number))
     runner = run(tmp_path)
     runner.train()
     with pytest.raises(SystemExit):

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...core.torch_compat.group_private import PROCESS_GROUP, has_values, without_modes
+from ...core.torch_compat.torch_private import has_values
+from .group_private import PROCESS_GROUP, without_modes
 from .turns import SimulationError, Turns
 
 # What collectives compute, given the tensors of all ranks.

@@ -25,10 +25,10 @@ from ...core.base.errors import ConfigError
 from ...core.base.registry import REGISTRIES
 from ...core.comm.collectives import destroy_process_group
 from ...core.comm.rendezvous import PROCESS_VARIABLES, each_process_has
-from ...core.torch_compat.group_private import threads_as_ranks
 from ...runner.runner import FlexibleRunner
 from ..loop import environ
 from .group import CallCounts, SharedGroup, SimulatedGroup
+from .group_private import threads_as_ranks
 from .turns import AbandonedError, Turns
 
 # What a process has once, and each simulated rank needs for itself: kept when its turn ends, and put back when it

@@ -12,7 +12,7 @@ import numpy as np
 from ....core.base.config import PositiveInt
 from ....core.base.errors import ConfigError, one_of, suggest
 from ....core.base.registry import DATASETS
-from ..streams.stream_orders import MIXED, Order, default_order
+from ..stream_orders import MIXED, Order, default_order
 from .file_source import FileSource
 
 # pyarrow, which reads Parquet and Arrow files, and the values of its columns.
@@ -213,7 +213,7 @@ class ParquetFiles(FileSource):
     def order_of_pass(self, seed: int, number: int, shuffle: bool) -> Order:
         """See FileSource."""
         if shuffle and self.local_shuffle is None:
-            from ..streams.stream_orders import LocalOrder
+            from ..stream_orders import LocalOrder
 
             return LocalOrder(self._block_ends(1), seed, number)
         return (

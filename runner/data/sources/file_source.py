@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 from ....core.base.errors import ConfigError, DataError, FlexTrainError, counted, nearest
 from ....core.base.registry import FUNCTIONS
-from ..streams.stream_orders import LocalOrder, Order, default_order
+from ..stream_orders import LocalOrder, Order, default_order
 
 # The files of a source: found by name or pattern, each once, with a fingerprint of what is in them.
 

@@ -19,7 +19,7 @@ from ....core.random.permutation import Indices
 from ..dataset_wrappers import build_dataset
 from ..samplers import tell_epoch
 from ..sources.file_source import print_of_parts
-from .stream_orders import Order, order_of, source_seed
+from ..stream_orders import Order, order_of, source_seed
 
 # Which source comes at which position of a mixture, and how many of its samples come before: computed from the
 # position.

@@ -22,7 +22,7 @@ from ....core.random.permutation import Indices
 from ..dataset_wrappers import build_dataset
 from ..samplers import tell_epoch
 from ..sources.file_source import SUFFIX, as_function, kept, print_of_parts
-from .stream_orders import Order, default_order
+from ..stream_orders import Order, default_order
 
 # DocumentIndex: finds the documents that a span of tokens is made of, with documents in stored or shuffled order.
 

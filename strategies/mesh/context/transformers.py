@@ -18,10 +18,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ....core.base.errors import StrategyError
-from ....core.base.rehearsing import with_values
 from ....core.comm.rendezvous import each_process_has
 from ....core.hugging_face.transformers_private import attention_implementation
-from ....core.torch_compat.torch_private import repeating_in
+from ....core.torch_compat.torch_private import repeating_in, with_values
 from .attention import CAUSAL, FULL, Mask, Rule, SequenceAttention
 
 NAME = "flextrain_context"

@@ -34,6 +34,29 @@ class Chain:
     own: list[str] = field(default_factory=list)
 
 
+def stage_of(layer: int, spans: Sequence[tuple[int, int]]) -> int:
+    """Return the stage that has a layer.
+
+    Args:
+        spans: first layer, and first layer after it, of every stage.
+    """
+    return next(stage for stage, (start, end) in enumerate(spans) if start <= layer < end)
+
+
+def stages_of(name: str, chain: Chain, spans: Sequence[tuple[int, int]]) -> frozenset[int]:
+    """Return the stages that have a submodule, or a parameter, by its name."""
+    last = len(spans) - 1
+    if name in chain.own:
+        return frozenset({0, last})
+    for names, stage in ((chain.before, 0), (chain.after, last)):
+        if any(name == part or name.startswith(f"{part}.") for part in names):
+            return frozenset({stage})
+    for number, part in enumerate(chain.layers):
+        if name == part or name.startswith(f"{part}."):
+            return frozenset({stage_of(number, spans)})
+    return frozenset(range(len(spans)))
+
+
 def chain_of(model: nn.Module, names: Sequence[str] | None = None) -> Chain:
     """Return the chain of a model.
 

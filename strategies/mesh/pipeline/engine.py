@@ -17,11 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from ....core.base.errors import StrategyError
-from ....core.base.rehearsing import rehearsing
-from ....core.comm.collectives import group_with_this_process
+from ....core.comm.collectives import broadcast_object, group_with_this_process
 from ....core.random.generators import kept_random_state
 from ....core.torch_compat.dtensor_private import settle_root
-from ....core.torch_compat.torch_private import backward_of_input
+from ....core.torch_compat.torch_private import backward_of_input, has_values
 from ...base import EvalStep, TrainStep
 from ..axis import Layout
 from ..tensor.operations import computes_on_dtensors
@@ -205,7 +204,7 @@ class Transfers:
         """Return a tensor and its form.
 
         Args:
-            like: returns a tensor of its shape and dtype, for a rehearsal, in which nobody says which they are.
+            like: returns a tensor of its shape and dtype; asked where what is received has no values, and so does not say it.
         """
         kind, stage, i = message
         boundary = (stage if kind == "act" else stage + 1, self._keys[i])
@@ -233,7 +232,7 @@ class Transfers:
         if boundary not in self._forms:
             header = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
             dist.recv(header, self._ranks[source], group=group)
-            if like is not None and rehearsing():
+            if like is not None and not has_values(header):
                 self._forms[boundary] = Form.of(like(), computes_on_dtensors())
             else:
                 self._forms[boundary] = Form.decoded(header)
@@ -264,11 +263,7 @@ class Transfers:
 
     def share_object(self, value: Any, source: int) -> Any:
         """Return the value of a process of the axis."""
-        if rehearsing():
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, self._ranks[source], group=self._all)
-        return box[0]
+        return broadcast_object(value, self._ranks[source], self._all)
 
     def _start(self, message: Message, tensor: Tensor, target: int, group: Any) -> None:
         self._sending = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ....core.base.errors import ConfigError, StrategyError, counted, one_of, suggest
 from ....core.base.overriding import overridden
-from ....core.base.rehearsing import rehearsing
-from ....core.comm.collectives import all_gather_object, group_with_this_process
+from ....core.comm.collectives import group_with_this_process
 from ....core.device.device import DEVICES
 from ....core.model.base_model import overrides
 from ...base import EvalStep, Optim, TrainStep
@@ -24,7 +23,7 @@ from ...fsdp import choose_units
 from ...names import tied
 from ..axis import Axis, CheckWindow, Evaluate, Layout, RunWindow
 from ..config import MeshConfig
-from .chain import Chain, chain_of, put_in_order, split_of
+from .chain import Chain, chain_of, put_in_order, split_of, stages_of
 from .engine import CollectedBatch, CollectedWindow, Engine, Transfers
 from .orders import SCHEDULES, Schedule
 from .stages import StageRun
@@ -37,27 +36,24 @@ class Ties:
 
     Args:
         model: the whole model, before it is cut.
-        ends: names of parameters that the first and the last process keep.
+        holders: returns the processes along the axis that keep a parameter, by its name.
     """
 
-    def __init__(self, model: nn.Module, ends: Iterable[str] = ()) -> None:
+    def __init__(self, model: nn.Module, holders: Callable[[str], Iterable[int]]) -> None:
         self._first = tied(model)
-        self._ends = {self._first.get(name, name) for name in ends}
+        self._holders: dict[str, set[int]] = {}
+        for name, _ in model.named_parameters(remove_duplicate=False):
+            self._holders.setdefault(self._first.get(name, name), set()).update(holders(name))
         self._shared: list[tuple[nn.Parameter, Any]] = []
 
     def gather(self, model: nn.Module, layout: Layout, axis: str) -> None:
-        """Find the parameters that several processes of the axis have; a collective."""
+        """Make groups for the parameters that several processes of the axis have; a collective."""
         own = {self._first.get(name, name): p for name, p in model.named_parameters(remove_duplicate=False)}
-        everyones = all_gather_object(sorted(own), layout.over(axis).get_group())
-        if rehearsing():  # what is tied, or beside the layers, is on several, and these are the first and the last
-            several = sorted((self._ends | {*self._first.values()}) & own.keys())
-            everyones = [several if i in (0, len(everyones) - 1) else [] for i in range(len(everyones))]
-        holders: dict[tuple[int, ...], list[str]] = {}
-        for name in sorted(set().union(*everyones)):
-            having = tuple(i for i, names in enumerate(everyones) if name in names)
-            if len(having) > 1:
-                holders.setdefault(having, []).append(name)
-        for having, names in sorted(holders.items()):
+        several: dict[tuple[int, ...], list[str]] = {}
+        for name, holders in sorted(self._holders.items()):
+            if len(holders) > 1:
+                several.setdefault(tuple(sorted(holders)), []).append(name)
+        for having, names in sorted(several.items()):
             group = group_with_this_process([line[i] for i in having] for line in layout.lines(axis))
             if group is not None:
                 self._shared += [(own[name], group) for name in names]
@@ -189,7 +185,12 @@ class Pipeline(Axis):
                     "two stages of the pipeline; choose modules inside of one layer"
                 )
         run = StageRun(model, self._chain, self._split, own, device, dtype)
-        self._ties = Ties(model, self._chain.own)
+        self._ties = Ties(
+            model,
+            lambda name: (
+                self._schedule.process_of(stage, self.size) for stage in stages_of(name, self._chain, run.spans)
+            ),
+        )
         run.cut()
         transfers = Transfers(self.layout, self.name, device)
         self._engine = Engine(
@@ -216,8 +217,7 @@ class Pipeline(Axis):
         """See Axis."""
         assert self._engine is not None
         inner(window, step)
-        if not rehearsing():  # which counts what an update does
-            self._engine.rehearse(window[0], step)
+        self._engine.rehearse(window[0], step)
 
     def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
         """See Axis."""

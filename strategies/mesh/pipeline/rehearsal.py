@@ -15,11 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from ....core.base.errors import FlexTrainError, StrategyError
-from ....core.base.rehearsing import aside, mode_without_values
 from ....core.base.trees import tensors_in, tree_map_only
 from ....core.random.generators import kept_random_state
-from ....core.torch_compat.torch_private import TorchDispatchMode, arguments_of, tree_flatten, version_of
-from .chain import Chain
+from ....core.torch_compat.torch_private import (
+    TorchDispatchMode,
+    apart,
+    arguments_of,
+    fake_mode_of,
+    tree_flatten,
+    version_of,
+)
+from .chain import Chain, stage_of, stages_of
 
 # Following: tensors through a rehearsal, to see on which stages each of them is right.
 
@@ -238,7 +244,7 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
 
     def _stage_of(self, layer: int) -> int:
-        return next(stage for stage, (start, end) in enumerate(self._spans) if start <= layer < end)
+        return stage_of(layer, self._spans)
 
 
 def _draws(operation: Any, args: Any, kwargs: Any) -> bool:
@@ -300,7 +306,7 @@ class Rehearsal:
         dtype: torch.dtype | None = None,
     ) -> None:
         self._chain, self._spans, self._device = chain, spans, device
-        self._mode = mode_without_values()
+        self._mode = fake_mode_of((*model.parameters(), *model.buffers()))
         self._name = type(model).__name__
         self._common: list[tuple[nn.Module, str, str]] = []  # saved buffers of every stage: module, key, name
         self._whole = self._without_memory(model, dtype)
@@ -310,7 +316,7 @@ class Rehearsal:
         self._stand_ins: dict[Hashable, Any] = {}
         self._passed_over: set[type[nn.Module]] = set()
 
-    @aside()
+    @apart()
     def _without_memory(self, model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         memo: dict[int, Any] = {}
         for tensor in (*model.parameters(), *model.buffers()):
@@ -326,9 +332,9 @@ class Rehearsal:
             ) from error
         saved = whole.state_dict().keys()
         made: dict[int, nn.Parameter] = {}
-        stages = range(len(self._spans))
+        stages = frozenset(range(len(self._spans)))
         for path, module in whole.named_modules():
-            every = frozenset(self._stages_of(path, stages))
+            every = stages_of(path, self._chain, self._spans)
             tensors = [*module.named_parameters(recurse=False, remove_duplicate=False)]
             for key, parameter in tensors:
                 name = f"{path}.{key}".lstrip(".")
@@ -337,31 +343,17 @@ class Rehearsal:
                     fake = self._fake(parameter, dtype if floating else None)
                     made[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
                 found = made[id(parameter)]
-                held = (
-                    every if every != frozenset(stages) or name not in self._chain.own else frozenset({0, max(stages)})
-                )
+                held = stages_of(name, self._chain, self._spans)
                 note(found, (right_on(found) or frozenset()) | held, name)
                 setattr(module, key, found)
             for key, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
                 fake = self._fake(buffer, None)
                 name = f"{path}.{key}".lstrip(".")
                 note(fake, every, name)
-                if every == frozenset(stages) and name in saved:
+                if every == stages and name in saved:
                     self._common.append((module, key, name))
                 setattr(module, key, fake)
         return whole
-
-    def _stages_of(self, path: str, stages: range) -> Sequence[int]:
-        for names, stage in ((self._chain.before, 0), (self._chain.after, stages[-1])):
-            if any(path == name or path.startswith(f"{name}.") for name in names):
-                return [stage]
-        for number, name in enumerate(self._chain.layers):
-            if path == name or path.startswith(f"{name}."):
-                return [self._stage_of(number)]
-        return stages
-
-    def _stage_of(self, layer: int) -> int:
-        return next(stage for stage, (start, end) in enumerate(self._spans) if start <= layer < end)
 
     def _fake(self, like: Tensor, dtype: torch.dtype | None) -> Tensor:
         with self._mode:
@@ -382,7 +374,7 @@ class Rehearsal:
         self._plan = self._plans[kind]
         return self._plan
 
-    @aside()
+    @apart()
     def _rehearse(self, args: Any, kwargs: Any, training: bool) -> Plan:
         self._whole.train(training)
         before = [(getattr(module, key), version_of(getattr(module, key))) for module, key, _ in self._common]
@@ -484,7 +476,7 @@ class Rehearsal:
         """Return what a submodule would give for arguments of these shapes, with NaN in it, which takes no memory if it is contiguous."""
         key = signature_of((name, args, kwargs), torch.is_autocast_enabled(self._device.type))
         if key is None or key not in self._stand_ins:
-            with aside(), kept_random_state(self._device), torch.no_grad():
+            with apart(), kept_random_state(self._device), torch.no_grad():
                 fake = self._whole.get_submodule(name)(*args, **kwargs)
             self._stand_ins[key] = tree_map_only(Tensor, self._form, fake)
         return tree_map_only(_Form, lambda form: form.unknown(self._device), self._stand_ins[key])

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ....core.base.errors import StrategyError
-from ....core.base.rehearsing import with_values
 from ....core.device.device import DEVICES
 from ....core.model.base_model import class_name
 from ....core.random.generators import nth_seed, torch_states
-from ....core.torch_compat.torch_private import tree_flatten
-from .chain import Chain
+from ....core.torch_compat.torch_private import tree_flatten, with_values
+from .chain import Chain, stage_of
 from .rehearsal import Plan, Rehearsal, chained
 
 # Streams: random numbers of a model's forward that stages compute in parts.
@@ -251,17 +250,13 @@ class StageRun:
         self._plan = Plan()
         self.streams = Streams(device)
 
-    def stage_of(self, layer: int) -> int:
-        """Return the stage that has a layer."""
-        return next(stage for stage, (start, end) in enumerate(self.spans) if start <= layer < end)
-
     # Cutting
 
     def cut(self) -> None:
         """Replace what other processes have, and let the model's forward run a stage at a time."""
         model, held = self._model, set(self.own)
         ends = [(name, 0) for name in self.chain.before] + [(name, self.count - 1) for name in self.chain.after]
-        parts = [(name, self.stage_of(i), AbsentLayer(self, i)) for i, name in enumerate(self.chain.layers)]
+        parts = [(name, stage_of(i, self.spans), AbsentLayer(self, i)) for i, name in enumerate(self.chain.layers)]
         every: list[tuple[str, int, nn.Module]] = [*parts, *((name, stage, Absent(self, name)) for name, stage in ends)]
         real = {name: model.get_submodule(name) for name, _, _ in every}
         for name, stage, absent in every:

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ....core.base.errors import ConfigError
-from ....core.base.rehearsing import mode_without_values
 from ....core.base.trees import tree_map_only
 from ....core.model.base_model import overrides, own_run_forward, run_forward, takes_mode
 from ....core.model.batch_keys import taken_keys
 from ....core.random.generators import kept_random_state
-from ....core.torch_compat.torch_private import TorchDispatchMode, arguments_of, is_compiled, tree_flatten
+from ....core.torch_compat.torch_private import TorchDispatchMode, arguments_of, fake_mode_of, is_compiled, tree_flatten
 
 # Features: which dimensions of tensors are the same features, whatever views and operations are between them.
 #
@@ -610,7 +609,7 @@ def without_memory(model: nn.Module, batch: Any) -> Iterator[tuple[dict[str, Ten
     with (
         kept_random_state(torch.device("cpu")),
         torch.no_grad(),
-        mode_without_values(),
+        fake_mode_of((*model.parameters(), *model.buffers())),
         _without_values(model) as parameters,
     ):
         yield parameters, partial(_forward, model, tree_map_only(Tensor, _without_value, batch))
@@ -635,7 +634,7 @@ def _as_dict(result: Any) -> Any:
 
 
 def _without_value(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same form on the CPU; without memory inside of ``mode_without_values``."""
+    """Return a tensor of the same form on the CPU; without memory inside of a mode of fake tensors."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 

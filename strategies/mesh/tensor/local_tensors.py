@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ....core.base.errors import StrategyError
 from ....core.base.trees import tree_map_only
-from ....core.torch_compat.torch_private import tree_flatten
+from ....core.torch_compat.torch_private import has_values, tree_flatten
 from ..first_batch import differentiated, differing, trying
 from .operations import backward_within, drawing_apart
 from .styles import Style, input_dim
@@ -95,6 +95,11 @@ class LocalTensors:
         elif not gathers:
             self._open.append(name)
         return tree_map_only(DTensor, leave, output)
+
+    @property
+    def have_values(self) -> bool:
+        """Whether there is something to compare."""
+        return all(map(has_values, self._model.parameters()))
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -20,12 +20,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ....core.base.errors import StrategyError
-from ....core.base.rehearsing import rehearsing
 from ....core.base.trees import tree_map_only
 from ....core.checkpoint.chunks import fill
 from ....core.comm import collectives as dist
 from ....core.torch_compat.dtensor_private import ITEM, dtensor_handlers, relax_views, replicate_without_rule
-from ....core.torch_compat.torch_private import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, base_of, tree_flatten
+from ....core.torch_compat.torch_private import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, base_of, has_values, tree_flatten
 
 # Say once where a model gathers activations that its plan has divided: right, and slower than it could be.
 
@@ -143,7 +142,7 @@ class _Losses(torch.autograd.Function):
         at = target.masked_fill(~counted, 0)
         outside = (at < 0) | (at >= classes)
         # An accelerator would wait for the host.
-        if target.device.type == "cpu" and not rehearsing() and outside.any():
+        if target.device.type == "cpu" and has_values(outside) and outside.any():
             raise IndexError(f"Target {int(at[outside][0])} is out of bounds.")
         largest = values.amax(-1) if count else values.new_full(values.shape[:-1], -torch.inf)
         dist.all_reduce(largest, "max", group)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.experimental import implicit_replication
 
-from ....core.base.errors import ConfigError, StrategyError, one_of, suggest
-from ....core.base.rehearsing import not_checked, rehearsing
+from ....core.base.errors import ConfigError, StrategyError, one_of, suggest, unchecked
 from ....core.model.base_model import overrides, own_run_forward, takes_mode
 from ....optim.wrapper import OptimWrapper
 from ...base import EvalStep, Optim, TrainStep
@@ -210,8 +209,8 @@ class TensorParallel(Axis):
     def check_window(self, window: Sequence[Any], step: TrainStep, inner: CheckWindow) -> None:
         """See Axis."""
         if self._local is not None:
-            if rehearsing():  # without values, nothing can be compared
-                not_checked(
+            if not self._local.have_values:
+                unchecked.warning(
                     'strategy.tp_kind: "local" was not compared with DTensors; a real run compares its first batch, and refuses a '
                     "model that reads whole widths"
                 )

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
-from ..base.errors import StrategyError
+from ...core.base.errors import StrategyError
 
 CHECKED = Version("2.15")
 """The version with which threads as ranks were checked. Others may differ in what a thread has of its own, and then compute
@@ -89,9 +89,3 @@ def without_modes() -> Iterator[None]:
         importlib.import_module("torch.utils._python_dispatch")._disable_current_modes(),
     ):
         yield
-
-
-def has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values: it is no fake one, and not on the meta device. 2.15."""
-    fake = importlib.import_module("torch._subclasses.fake_tensor").FakeTensor
-    return not (isinstance(tensor, fake) or tensor.is_meta)

@@ -1,4 +1,4 @@
-"""Drawings of Matplotlib as SVG for HTML pages of light and dark screens: those of plans, and those of reports.
+"""HTML pages in one file for light and dark screens, with drawings of Matplotlib as SVG: those of plans, and those of reports.
 
 Colours of text and lines become variables of the page's style; widths are those of the page, on a phone a drawing shrinks.
 """
@@ -6,11 +6,17 @@ Colours of text and lines become variables of the page's style; widths are those
 from __future__ import annotations
 
 import io
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from html import escape
+from pathlib import Path
+from string import Template
 from typing import Any
+
+from .core.base.errors import ConfigError
+from .core.checkpoint.export.files import Pending
 
 # Drawn as these colours, which nothing else has, and replaced by the page's.
 INK, SOFT, GRID, PAPER = "#010101", "#020202", "#030303", "#040404"
@@ -85,7 +91,70 @@ def _tag_for_html(tag: str, colours: Mapping[str, str]) -> str:
     return re.sub(r"(\d+\.\d)\d+", r"\1", tag)  # a tenth of a pixel is fine enough
 
 
-# The style of pages: those of plans, and those of reports.
+# Pages
+
+
+def check_file(path: Path, where: str) -> None:
+    """Raise ConfigError if a file cannot be written there; ``where`` names the option."""
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise ConfigError(f"{where}: {path} is a folder, give the path of a file")
+    if not folder.is_dir():
+        raise ConfigError(f"{where}: there is no folder {folder} for {path.name}, make it first")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{where}: the folder {folder} cannot be written to, give another path")
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a text; there is never a part of it under this name.
+
+    Raises:
+        CheckpointError: the storage failed.
+    """
+    with Pending(path.absolute()) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def whole_page(title: str, sections: Iterable[str], *, style: str = "", script: str = "", head: str = "") -> str:
+    """Return a page.
+
+    Args:
+        title: as text.
+        sections: of HTML; empty ones are left out.
+        style, script, head: what the page has beside what all have.
+    """
+    return _PAGE.substitute(
+        title=escape(title),
+        head=head,
+        style=STYLE + style,
+        body="\n".join(filter(None, sections)),
+        script=f"<script>\n{script}</script>\n" if script else "",
+    )
+
+
+def legend_of(entries: Iterable[tuple[str, str]]) -> str:
+    """Return a list of colours, each with its words."""
+    items = "".join(f'<li><i style="background:{colour}"></i>{escape(words)}</li>' for colour, words in entries)
+    return f'<ul class="legend">{items}</ul>'
+
+
+_PAGE = Template("""\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+$head<title>$title</title>
+<style>
+$style</style>
+</head>
+<body>
+<main>
+$body
+</main>
+$script</body>
+</html>
+""")
 
 
 STYLE = """\

@@ -17,31 +17,35 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from .torch_private import arguments_of
+from ..core.comm.collectives import all_reduce
+from ..core.torch_compat.torch_private import arguments_of, is_fake, with_values
 
 CHECKED = ("2.15",)
 """The versions of torch with which every entry of this file was checked. Others might plan wrongly without an error."""
 
 
-def join_fake_group(rank: int, world_size: int) -> None:
-    """Join a default process group whose collectives send nothing, as if all processes had what this one has. 2.15."""
+@contextmanager
+def join_group_of_one_kind(rank: int, world_size: int, store: Any) -> Iterator[None]:
+    """Context with a default process group whose collectives send nothing, as if all processes had what this one has. 2.15.
+
+    Groups of the back end gloo are such too.
+    """
     found = importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the back end
     options = found.FakeProcessGroup.Options()
     options.simulate_uniform_ranks = True
-    dist.init_process_group("fake", rank=rank, world_size=world_size, pg_options=options)
-
-
-def outside_fake_mode() -> AbstractContextManager[Any]:
-    """Context in which tensors are made with values, whatever fake mode is active. 2.15."""
-    found: AbstractContextManager[Any] = importlib.import_module(
-        "torch._subclasses.fake_tensor"
-    ).unset_fake_temporarily()
-    return found
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no values. 2.15."""
-    return isinstance(tensor, importlib.import_module("torch._subclasses.fake_tensor").FakeTensor)
+    plugins: dict[str, Any] = dist.distributed_c10d.Backend._plugins
+    gloo = plugins.get("GLOO")
+    plugins["GLOO"] = plugins["FAKE"]
+    try:
+        dist.init_process_group("fake", rank=rank, world_size=world_size, pg_options=options, store=store)
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if gloo is None:  # torch registers it when it is first used
+            del plugins["GLOO"]
+        else:
+            plugins["GLOO"] = gloo
 
 
 def quick_fake_mode() -> Any:
@@ -147,7 +151,7 @@ def indexing_with_values() -> Iterator[None]:
     replaced.append((sharding, "_get_post_forward_mesh_info"))
     before = [getattr(owner, name) for owner, name in replaced]
     for (owner, name), function in zip(replaced, before, strict=True):
-        setattr(owner, name, _inside(outside_fake_mode, function))
+        setattr(owner, name, _inside(with_values, function))
     try:
         yield
     finally:
@@ -210,13 +214,15 @@ class _KeepingBuckets:
         return False
 
 
-class DataParallelWithoutValues(DistributedDataParallel):
+class _WithoutValues(DistributedDataParallel):
     """DistributedDataParallel on tensors without values. 2.15.
 
     Torch orders the buckets in its second iteration as gradients have come, and compares this order over the processes in C++.
     Here, they have from the beginning the sizes that they get then, if gradients come in the reverse order of parameters.
     Buffers are broadcast in C++ there, and here in the same way, flattened, in messages of the same size.
     """
+
+    _is_averaging = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "init_sync": False})  # it compares values
@@ -235,7 +241,24 @@ class DataParallelWithoutValues(DistributedDataParallel):
         finally:
             dist._compute_bucket_assignment_by_size = assign  # type: ignore[attr-defined]
 
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Average as one of torch's hooks does, which itself needs a result from the back end."""
+        self._is_averaging = True
+        sent = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}.get(hook.__name__)
+
+        def reduce(state: object, bucket: Any) -> Any:
+            buffer = bucket.buffer()
+            found = all_reduce(buffer if sent is None else buffer.to(sent), "mean", self.process_group)
+            done: Any = torch.futures.Future()
+            done.set_result(buffer if sent is None else buffer.copy_(found))
+            return done
+
+        del reduce.__annotations__  # which torch reads
+        super().register_comm_hook(None, reduce)
+
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not self._is_averaging:
+            self.register_comm_hook(None, _default)
         reducer: Any = self.reducer
         self.reducer = cast(Any, _KeepingBuckets(reducer))
         try:
@@ -250,6 +273,22 @@ class DataParallelWithoutValues(DistributedDataParallel):
         for bucket in buckets:
             flat = torch.cat([tensors[index].detach().reshape(-1) for index in bucket])
             dist.broadcast(flat, authoritative_rank, group=self.process_group)
+
+
+def _default(state: object, bucket: Any) -> Any:
+    raise AssertionError("is never called")
+
+
+@contextmanager
+def data_parallel_without_values() -> Iterator[None]:
+    """Context in which who makes a DistributedDataParallel gets one for tensors without values. 2.15."""
+    DistributedDataParallel.__new__ = lambda cls, *_, **__: object.__new__(  # type: ignore[method-assign]
+        _WithoutValues if cls is DistributedDataParallel else cls
+    )
+    try:
+        yield
+    finally:
+        del DistributedDataParallel.__new__
 
 
 # What collectives send

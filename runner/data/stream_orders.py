@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ....core.random.generators import nth_seed
-from ....core.random.permutation import Indices, Shuffled, Straight
+from ...core.random.generators import nth_seed
+from ...core.random.permutation import Indices, Shuffled, Straight
 
 MIXED = 4
 """Blocks whose samples are shuffled together."""
