@@ -599,8 +599,11 @@ class Strategy:
         packed = optimizer.state_dict()
         packed["state"] = {}
         for group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-            for parameter, index in zip(group["params"], packed_group["params"], strict=True):
-                name = names[id(parameter)]
+            members = [
+                (names[id(p)], p, index) for p, index in zip(group["params"], packed_group["params"], strict=True)
+            ]
+            # The settings of one that is trained count: a frozen one may have been saved with others, and does not use them.
+            for name, _, index in sorted(members, key=lambda member: (member[1].requires_grad, member[0] in states)):
                 if name in states:
                     packed["state"][index] = adapter.own_state(states[name])
                 packed_group.update(restored_hyper_parameters(adapter, group, hyper.get(name, {})))

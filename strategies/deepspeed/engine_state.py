@@ -176,7 +176,8 @@ class EngineState:
             behind = {name: count - int(values.get(f"{STATE}{name}.step", 0)) for name, count in counts.items()}
             self._lags.clear()
             self._lags.update({name: lag for name, lag in behind.items() if lag})
-        for name in [name for name in settings if name in groups]:
+        known = [name for name in settings if name in groups]
+        for name in sorted(known, key=lambda name: name not in self._frozen_groups):  # those of trained ones count
             groups[name].update(restored_hyper_parameters(self.adapter, groups[name], settings[name]))
         for flat in {id(fragment.flat): fragment.flat for fragment in self.fragments}.values():
             adopted = {key: tensor for (owner, key), tensor in self._incoming.items() if owner == id(flat)}

@@ -180,6 +180,16 @@ def test_autocast_is_the_precisions() -> None:
 # State
 
 
+def test_the_settings_of_trained_parameters_count_in_a_group_with_frozen_ones() -> None:
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    strategy, _, optim = prepared(model)
+    state = dict(strategy.state())
+    state |= {"optim.group.weight.lr": 0.5, "optim.group.bias.lr": 0.25}
+    strategy.load(state)
+    assert [group["lr"] for group in optim.param_groups] == [0.5]
+
+
 def test_keys_are_names_in_the_users_model() -> None:
     strategy, model, optim = prepared()
     state = strategy.state()
