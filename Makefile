@@ -125,7 +125,7 @@ $(OLDEST)/.installed: pyproject.toml tests/oldest.txt
 	@PYTHONWARNINGS=ignore $(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint tests/oldest.txt --editable '.[dev]'
 	@touch $@
 
-# Every time anew, because what is newest changes. TRIED in core/base/tried_versions.py takes what has passed.
+# Every time anew, because what is newest changes. TRIED in core/version.py takes what has passed.
 NEWEST := .venv-newest
 test-newest: PY = $(NEWEST)/bin/python
 test-newest:

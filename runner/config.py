@@ -33,8 +33,7 @@ from .data.user_loaders import batch_size
 from .hooks import EmptyCacheHook, Hook, NonFiniteHook, ProfilerHook
 from .hooks.build import build_hooks
 from .hooks.checkpoint import CheckpointHook
-from .loops.loop_config import EvalConfig, TrainConfig
-from .loops.train import EpochBasedTrainLoop
+from .loops.train import EpochBasedTrainLoop, EvalConfig, TrainConfig
 from .metrics.evaluator import check_evaluator
 from .options import FixedOptions, check_options, check_start
 from .reporting import Visualizer, build_log_processor, build_visualizer, check_log_level

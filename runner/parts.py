@@ -30,9 +30,8 @@ from .data.dataloaders import build_dataloader
 from .data.first_batches import example_batch
 from .data.user_loaders import batch_size
 from .loops.base import BaseLoop
-from .loops.loop_config import EvalConfig, TrainConfig
 from .loops.step import Stepper
-from .loops.train import VALIDATION_KEYS, TrainLoop
+from .loops.train import VALIDATION_KEYS, EvalConfig, TrainConfig, TrainLoop
 from .reporting.model_outline import ModelOutline, outline
 from .resume.weights import ToRead, read_pretrained
 from .transforms.apply import transform

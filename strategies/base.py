@@ -30,15 +30,12 @@ from ..optim.gradients import ModelGroup
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
 from ..optim.wrapper_dict import description as recipe_of
-from .as_at_setup import Arranged, AsAtSetup, ParametersAsMade, replaced
-from .blueprint import Blueprint
 from .building import shape_of
 from .config import Needs, StrategyConfig
 from .gradient_hooks import Hooked, HooksAfterBackward, Removable
 from .interface import INTERFACE_VERSION, check_interface, passed_on
 from .launchers import Launch, detect_launch, saying_why_this_process_leaves
-from .names import Names
-from .noted import Noted
+from .noted import Arranged, AsAtSetup, Blueprint, Names, Noted, ParametersAsMade, replaced
 from .recomputation import compile_in_place, recompute
 
 # TrainStep and EvalStep: the interfaces by which a strategy calls the model, for an update or an evaluation batch.

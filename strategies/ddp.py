@@ -22,9 +22,9 @@ from ..core.model.base_model import calls_itself
 from ..core.torch_compat.torch_private import check_reduced, gradient_hooks, leave_to_others
 from ..optim.gradients import average
 from ..optim.wrapper import OptimWrapper
-from .as_at_setup import Arranged
 from .base import NOTHING, Optim, Strategy
 from .config import ANY_DEVICE, Needs, StrategyConfig
+from .noted import Arranged
 from .parts import explain, keep_own_buffers
 from .sharding import check_dense, check_not_quantised
 

@@ -13,12 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.base.errors import StrategyError
 from ..core.comm.topology import DataShard
-from ..core.torch_compat.torch_private import (
-    after_backward,
-    call_first,
-    postpone_gradient_hooks,
-    resume_gradient_hooks,
-)
+from ..core.torch_compat.torch_private import after_backward, call_first, postpone_gradient_hooks, resume_gradient_hooks
 from ..optim.gradients import average
 from ..optim.wrapper import OptimWrapper
 

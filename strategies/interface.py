@@ -6,7 +6,6 @@ from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
-from ..core.base.deprecation import warn_deprecated
 from ..core.base.errors import ConfigError
 from ..core.base.overriding import refuse_unused
 from ..core.version import __version__
@@ -80,6 +79,8 @@ def passed_on(strategy: Any, name: str) -> Any:
     Raises:
         AttributeError: there was no such name.
     """
+    from ..core.base.deprecation import warn_deprecated  # for old names only
+
     if (new := _RENAMED.get(name)) is not None:
         warn_deprecated(f"Strategy.{name}", since="1.1", removed_in="2.0", instead=f"use Strategy.{new}", stacklevel=3)
         return attrgetter(new)(strategy)

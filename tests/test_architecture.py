@@ -21,7 +21,7 @@ LAYERS = ["core", "optim", "strategies", "runner"]  # a layer may import itself 
 # The list of public names, that of strategies, and who chooses for strategy=None; and a strategy's own files, and what shards or
 # notes parameters for several of them, whose messages advise another.
 MAY_NAME_STRATEGIES = re.compile(
-    r"flextrain\.(__init__|strategies\.(__init__|build|ddp|npu|single_device|as_at_setup|sharding|(fsdp|deepspeed|mesh)\..*))$"
+    r"flextrain\.(__init__|strategies\.(__init__|build|ddp|npu|single_device|noted|sharding|(fsdp|deepspeed|mesh)\..*))$"
 )
 STRATEGYS_OWN = re.compile(r"flextrain\.strategies\.(fsdp|deepspeed|mesh)\.")
 REACHES_INSIDE = {  # to become a function of strategies/parts

@@ -24,9 +24,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..base.byte_sizes import size_text
 from ..base.errors import CheckpointError, StorageError
-from ..base.tensors import DTYPES, check_tensor, nonfinite
+from ..base.tensors import DTYPES, check_tensor, nonfinite, size_text
 from ..comm.collectives import get_rank, get_world_size, side_group
 from ..device.device import HostBuffer
 from . import directory

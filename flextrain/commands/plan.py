@@ -10,8 +10,8 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..core.base.byte_sizes import size_text
 from ..core.base.errors import ConfigError
+from ..core.base.tensors import size_text
 from .output import FoldedHelp, console, print_json
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from ...core.base.errors import FlexTrainError
-from ...core.base.tried_versions import is_from_private_use, untried
 from ...core.torch_compat.torch_private import is_compile_error
+from ...core.version import is_from_private_use, untried
 from ...strategies.parts import explain
 from ..data.collate import PADDING
 from .origin import Origin, causes, find_origin

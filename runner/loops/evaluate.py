@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from ...core.base.byte_sizes import bytes_of
 from ...core.base.errors import ConfigError
 from ...core.base.registry import LOOPS
+from ...core.base.tensors import bytes_of
 from ...core.comm.agreement import gather_differing
 from ...core.comm.topology import gathering_refused
 from ...core.model.base_model import class_name, overrides

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 
 from ...core.base.errors import counted
-from ...core.base.tried_versions import untried
-from ...core.version import __version__
+from ...core.version import __version__, untried
 from ...strategies.parts import StateMemory, state_memory
 from ..data.user_loaders import batch_size
 from .console import Table

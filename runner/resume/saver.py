@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ...core.base.byte_sizes import size_text
 from ...core.base.errors import CheckpointError, ConfigError, StorageError, counted, suggest
 from ...core.base.events import append_event
-from ...core.base.tensors import check_tensor
+from ...core.base.tensors import check_tensor, size_text
 from ...core.checkpoint import PendingSave, Staging, is_local, remove_checkpoint, what_is_not_finite
 from ...core.checkpoint.directory import check_no_other_files, temporary, to_json
 from ...core.checkpoint.load import Checkpoint

@@ -35,7 +35,7 @@ from ...core.model.module_state import (
     torch_key,
 )
 from ...optim.canonical import STATE
-from ...strategies.names import tied
+from ...strategies.noted import tied
 from ...strategies.parts import aliases, appeared, fingerprints_of_left_out, keepers_elsewhere, note_initialised, saves
 
 if TYPE_CHECKING:

@@ -24,10 +24,10 @@ from ...core.model.deferred import LooksAtValues, constructed
 from ...core.torch_compat.torch_private import hooks_after_accumulating
 from ...optim.canonical import split_key
 from .. import gradient_hooks
-from ..as_at_setup import Arranged
 from ..base import NOTHING, Optim, Strategy, kept_gradients, left_out
 from ..gathering_order import GatheringOrder, message_group
 from ..gradient_hooks import Hooked, HooksAfterBackward, HooksInOrder
+from ..noted import Arranged
 from ..parts import (
     StateMemory,
     computed_with,

@@ -35,12 +35,12 @@ from ...core.torch_compat.dtensor_private import (
 from ...core.torch_compat.torch_private import gradient_hooks, has_values, with_values
 from ...optim.gradients import average
 from ...optim.wrapper import OptimWrapper
-from ..as_at_setup import Arranged, is_subclass
 from ..base import NOTHING, EvalStep, Optim, Strategy, kept_gradients
 from ..config import ANY_DEVICE, Needs
 from ..gathering_order import UnitOrder, message_group
+from ..noted import Arranged, is_subclass
 from ..parts import construct, explain, prepare_whole
-from ..parts.initialised import await_values
+from ..parts.model_state import await_values
 from ..recomputation import compile_in_place
 from ..sharding import ShardedOptimizers, check_dense, check_real, has_shards, make_contiguous
 from .config import FSDPConfig

@@ -2,18 +2,29 @@
 
 from ..base import meet
 from ..building import construct, init_weights, shape_of
-from .advice import explain
-from .buffers import average_buffers, keep_own_buffers, share_buffers
-from .first_window import check_window
+from .advice import check_window, explain, pipeline_of, rehearsed
 from .footprint import StateMemory, state_memory
-from .initialised import check_initialised, expect_values, note_initialised
-from .left_out import fingerprints_of_left_out, left_out, state_left_out
-from .model_names import aliases, appeared, elsewhere, keepers_elsewhere, saves
+from .model_state import (
+    aliases,
+    appeared,
+    average_buffers,
+    check_initialised,
+    computed_with,
+    elsewhere,
+    expect_values,
+    fingerprints_of_left_out,
+    keep_own_buffers,
+    keepers_elsewhere,
+    left_out,
+    note_initialised,
+    saves,
+    share_buffers,
+    state_left_out,
+    take_written,
+)
 from .own_loop import prepare
-from .planning import pipeline_of, rehearsed
 from .replicated import check_replicas, replicas
 from .whole_weights import WholeModel, computes_alone, full_weights, prepare_whole
-from .written_weights import computed_with, take_written
 
 __all__ = [
     "StateMemory",

@@ -1,11 +1,13 @@
-"""What to do about an error that follows from how the model is spread."""
+"""What a backend says of a run: why it cannot train on a window, what follows from an error, and what a plan has to know."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import singledispatch
+from typing import Any
 
 from ...core.base.errors import StrategyError
-from ..base import Strategy
+from ..base import Strategy, TrainStep
 
 
 @singledispatch
@@ -15,4 +17,36 @@ def explain(strategy: Strategy, error: BaseException) -> str | None:
         strategy.noted.check_unchanged()
     except StrategyError as changed:
         return str(changed)
+    return None
+
+
+# What only a first batch shows: whether a strategy trains the model as one device does.
+
+
+@singledispatch
+def check_window(strategy: Strategy, window: Sequence[Any], step: TrainStep) -> None:
+    """Raise StrategyError for a model that this strategy would train wrongly; once, for the window of the first update.
+
+    Called before the hooks of that update. Nothing of it remains: no gradient, no state, no random number.
+    """
+
+
+# What a plan has to know of a strategy, where all processes of a job are pretended.
+
+
+@singledispatch
+def rehearsed(strategy: Strategy) -> Strategy | None:
+    """Return the strategy that a plan executes in place of this one; None if a plan is not possible.
+
+    By default itself, or None if ``needs.processes`` says that its ranks must be real processes. Such a strategy can
+    register one with the same options that makes the tensors and calls the collectives of a rank by formula, as plain
+    operations of torch, and that has a method ``tell(listen)``: ``listen(kind, tensors)`` is to be called with what the memory of tensors is
+    for. Plans say that it is so.
+    """
+    return None if strategy.needs.processes else strategy
+
+
+@singledispatch
+def pipeline_of(strategy: Strategy) -> tuple[str, int] | None:
+    """Return the schedule of a pipeline, by its name, and the number of stages of each process; None without a pipeline."""
     return None

@@ -13,8 +13,8 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from flextrain import FlexibleRunner
-from flextrain.core.base.tried_versions import TRIED, untried
 from flextrain.core.torch_compat.torch_private import version_of
+from flextrain.core.version import TRIED, untried
 from flextrain.runner.health.failures import Failure, advice_on
 from flextrain.runner.health.origin import Origin
 

@@ -19,7 +19,7 @@ from flextrain import (
     StrategyError,
 )
 from flextrain.optim.schedulers import MultiStepLR
-from flextrain.runner.loops.loop_config import EvalConfig, TrainConfig
+from flextrain.runner.loops.train import EvalConfig, TrainConfig
 
 from .training import SGD, make_runner, validation
 

@@ -16,7 +16,7 @@ from flextrain import OptimWrapper, Strategy
 from flextrain.core.base.errors import ConfigError, StrategyError
 from flextrain.core.base.registry import STRATEGIES
 from flextrain.core.torch_compat.torch_private import tensors_of
-from flextrain.strategies.blueprint import Blueprint
+from flextrain.strategies.noted import Blueprint
 from flextrain.strategies.parts import full_weights
 from flextrain.strategies.parts.whole_weights import empty, fill
 from flextrain.testing import WorkerGroup

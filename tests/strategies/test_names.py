@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from flextrain.strategies.names import Names
+from flextrain.strategies.noted import Names
 
 from .split import Net
 
@@ -25,10 +25,10 @@ def stages(monkeypatch: Any) -> tuple[Names, Net, Net]:
         (last if i < 2 else first).layers[str(i)] = StandIn()
     del first.head, last.embed
     everyones = []
-    monkeypatch.setattr("flextrain.strategies.names.gather_differing", lambda own: [everyones.append(own), own][1:])
+    monkeypatch.setattr("flextrain.strategies.noted.gather_differing", lambda own: [everyones.append(own), own][1:])
     for model in (first, last):
         Names(model).gather(model)
-    monkeypatch.setattr("flextrain.strategies.names.gather_differing", lambda own: everyones)
+    monkeypatch.setattr("flextrain.strategies.noted.gather_differing", lambda own: everyones)
     names.gather(last)
     return names, first, last
 

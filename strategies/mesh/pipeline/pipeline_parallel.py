@@ -20,7 +20,7 @@ from ....core.device.device import DEVICES
 from ....core.model.base_model import overrides
 from ...base import EvalStep, Optim, TrainStep
 from ...fsdp import choose_units
-from ...names import tied
+from ...noted import tied
 from ..axis import Axis, CheckWindow, Evaluate, Layout, RunWindow
 from ..config import MeshConfig
 from .chain import Chain, chain_of, put_in_order, split_of, stages_of

@@ -19,7 +19,7 @@ from ....core.hugging_face.transformers_private import (
     pretrained_models,
     resolved_plans,
 )
-from ...names import tied
+from ...noted import tied
 
 # Plans of transformers for models whose layers have adapters of peft: the rule of a layer becomes rules of its parts.
 
