@@ -201,13 +201,13 @@ class Twice(Parts):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.heads = AllButOne().to(self.dtype), Heads().to(self.dtype)
+        self.net, self.heads, self.both = (kind().to(self.dtype) for kind in (AllButOne, Heads, Both))
 
     def loss(self, x: Tensor, route: int) -> Tensor:
         """See Parts."""
-        (first, second) = self.heads(x, 2 - route), self.heads(x, -1)
-        (first.square().mean() * self.weight).backward(retain_graph=True)
-        (first.sum().sin() * self.weight).backward()
+        (one, two), second = self.both(x), self.heads(x, 2 - route)
+        ((one + two).square().mean() * self.weight).backward(retain_graph=True)
+        ((one if route else two).sum().sin() * self.weight).backward()
         found: Tensor = self.net(x, (route + 2) % 4).square().mean() + self.net(-x, (route + 1) % 3).square().mean()
         return found + second.square().mean()
 
@@ -250,6 +250,14 @@ class Heads(nn.Module):
         """Of ``x``."""
         x = x * self.own
         return (self.one(x) if route < 1 else x) + (self.two(x) if route else x)  # type: ignore[no-any-return]
+
+
+class Both(Heads):
+    """With two results."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Of ``x``."""
+        return self.one(x), self.two(x)
 
 
 class Detector(Parts):
