@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import zlib
+from bisect import insort
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -42,29 +46,71 @@ class UnitCall:
     inside: Forward | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Forward:
     """A forward of the module whose units are followed.
 
     Attributes:
+        order: of these units.
+        began: how many forwards of this process began before.
         key: forwards of different kinds have orders of their own: with or without gradients, in training or not, and of which stage.
         known: the units that processes came to in such forwards; None: nothing is known, or this process has left that order.
         calls: so far.
         differs: processes called different units.
         incomplete: number of calls that backward has not completed, while it runs.
+        has_arrived: backward has come to this forward, while it runs.
     """
 
+    order: Any
+    began: int
     key: tuple[bool, bool, Hashable]
     known: list[int] | None
     calls: list[UnitCall] = field(default_factory=list)
     differs: bool = False
     incomplete: int | None = None
+    has_arrived: bool = False
+
+    def leave(self) -> None:
+        """Backward has left it."""
+        self.incomplete = self.order._backward = None
+
+
+@dataclass
+class Together:
+    """What the orders of a model have in common.
+
+    Attributes:
+        data: the processes that gather together.
+        rank: of this process, for messages.
+        group: from ``message_group``.
+        hidden: applied to hooks, which a compiler must not see.
+        stage: returns what of the model is called now, where that is not all of it.
+        roots: the number of modules that are called directly.
+        orders: how many there are by now.
+        open: forwards of the roots that backward may still come to, in the order in which they began.
+    """
+
+    data: DataShard
+    rank: int
+    group: Any
+    hidden: Callable[[Any], Any] = lambda hook: hook
+    stage: Callable[[], Hashable] = lambda: None
+    roots: int = 1
+    orders: int = 0
+    open: list[Forward] = field(default_factory=list)
+
+
+_numbers = itertools.count()
 
 
 def message_group(data: DataShard, timeout_s: float) -> Any:
     """Return a group of the processes that gather together, for small messages; a collective of all processes."""
     with with_values():
         return dist.group_with_this_process(sorted(set(dist.all_gather_object(data.ranks))), "gloo", timeout_s)
+
+
+_START = -1
+"""What is told where the number of a unit is, before the first one."""
 
 
 class GatheringOrder:
@@ -74,38 +120,35 @@ class GatheringOrder:
     each follows it by itself, to the end of the forward or to a unit that is waited for, where all tell again; one that leaves it
     tells that, and waits until the others do.
 
+    Where several modules are called directly, the processes also tell which one, before it gathers parameters of its own.
+
     Args:
         root: the module that is called.
-        units: those of its submodules that gather, by name; those inside of others are not looked at.
-        data: the processes that gather together.
-        rank: of this process, for messages.
-        group: from ``message_group``.
-        hidden: applied to hooks, which a compiler must not see.
-        stage: returns what of the model is called now, where that is not all of it.
+        name: of the root in the model.
+        units: those of its submodules that gather, by name.
+        together: what it has in common with other orders of the model.
         waits: whether a process that came to this unit alone would now wait for the others, and could not tell them at the end.
     """
 
     advice = ""
+    _is_inner = False
 
     def __init__(
         self,
         root: nn.Module,
+        name: str,
         units: Mapping[str, nn.Module],
-        data: DataShard,
-        rank: int,
-        group: Any,
-        hidden: Callable[[Any], Any] = lambda hook: hook,
-        stage: Callable[[], Hashable] = lambda: None,
+        together: Together,
         waits: Callable[[nn.Module], bool] = lambda unit: False,
     ) -> None:
-        inner = {id(part) for unit in units.values() for part in unit.modules() if part is not unit}
-        outermost = {name: unit for name, unit in units.items() if id(unit) not in inner}
-        self._names, self._units = list(outermost), list(outermost.values())
-        self._data, self._rank, self._group, self._stage = data, rank, group, stage
-        self._waits = waits
+        self._root, self._name, self._names, self._units = root, name, list(units), list(units.values())
+        self._together, self._data, self._rank, self._group = together, together.data, together.rank, together.group
+        self._waits, self._number = waits, together.orders
+        together.orders += 1
         self._orders: dict[Hashable, list[int]] = {}
         self._forward: Forward | None = None
         self._count = 0
+        hidden = together.hidden
         root.register_forward_pre_hook(hidden(self._begin), prepend=True)
         self._register_end(root, hidden(self._end))
         for number, unit in enumerate(self._units):
@@ -122,8 +165,10 @@ class GatheringOrder:
     def _begin(self, root: nn.Module, args: Any) -> None:
         if not in_backward():
             self._count += 1
-            key = torch.is_grad_enabled(), root.training, self._stage()
-            self._forward = Forward(key, self._orders.get(key))
+            key = torch.is_grad_enabled(), root.training, self._together.stage()
+            self._forward = Forward(self, next(_numbers), key, self._orders.get(key))
+            if self._together.roots > 1 and not self._is_inner:
+                self._tell(_START, self._forward, 0)
 
     def _come_to(self, number: int, unit: nn.Module, args: Any) -> None:
         if (forward := self._own()) is None:
@@ -156,19 +201,20 @@ class GatheringOrder:
 
     def _tell(self, number: int, forward: Forward, *more: int) -> list[list[int]]:
         """Tell the other processes to which unit this one comes, and more; return what each of them tells."""
-        head = [self._count, *map(int, forward.key[:2])]
+        stage = zlib.crc32(repr(forward.key[2]).encode())  # as hash() is not, the same on all processes
+        head = [self._number, self._count, *map(int, forward.key[:2]), stage]
         message = [*head, len(forward.calls), number, *more]
         try:
             found = self._exchange(message)
         except RuntimeError as error:
             raise self._disagreement(number) from error
-        if any(other[:3] != head for other in found):
+        if any(other[:5] != head for other in found):
             raise self._disagreement(number)
-        if any(other[3] != len(forward.calls) for other in found):
-            left = min(range(len(found)), key=lambda i: found[i][3])
-            known = self._known_at(found[left][3], self._orders.get(forward.key, ()))
-            raise self._departure(self._data.ranks[left], found[left][4], known)
-        return [other[4:] for other in found]
+        if any(other[5] != len(forward.calls) for other in found):
+            left = min(range(len(found)), key=lambda i: found[i][5])
+            known = self._known_at(found[left][5], self._orders.get(forward.key, ()))
+            raise self._departure(self._data.ranks[left], found[left][6], known)
+        return [other[6:] for other in found]
 
     def _exchange(self, message: Sequence[int]) -> list[list[int]]:
         return dist.all_gather_small(message, self._group)
@@ -184,6 +230,8 @@ class GatheringOrder:
         )
 
     def _doing(self, number: int) -> str:
+        if number == _START:
+            return f"calls {self._name}"
         return f"calls {self._names[number]}" if number < len(self._names) else "is at the end"
 
     def _disagreement(self, own: int) -> StrategyError:
@@ -205,22 +253,35 @@ class UnitOrder(GatheringOrder):
 
     Args:
         inner: the orders of the units that have units inside, by name. A unit's own order is made before that of what it is in.
-        others: as GatheringOrder has them.
     """
 
-    advice = "call the model as often on every process"
+    advice = "call the model, and what its train_step calls, as often and in one order on every process"
 
     def __init__(
-        self, root: nn.Module, units: Mapping[str, nn.Module], inner: Mapping[str, UnitOrder], *others: Any
+        self,
+        root: nn.Module,
+        name: str,
+        units: Mapping[str, nn.Module],
+        together: Together,
+        inner: Mapping[str, UnitOrder],
     ) -> None:
-        super().__init__(root, units, *others)
+        inside = {id(part) for unit in units.values() for part in unit.modules() if part is not unit}
+        outermost = {name: unit for name, unit in units.items() if id(unit) not in inside}
+        super().__init__(root, name, outermost, together)
+        self._open = together.open
         self._inner = {number: inner[name] for number, name in enumerate(self._names) if name in inner}
-        self._is_inner = False
         for order in self._inner.values():
-            order._is_inner = True
+            order._is_inner, order._open = True, []
         self.last: Forward | None = None
         self._backward: Forward | None = None
-        before_reducing(root, self._complete_all)
+        before_reducing(root, self._complete_own)
+
+    def _begin(self, root: nn.Module, args: Any) -> None:
+        if not in_backward() and any(forward.incomplete is not None for forward in self._open):
+            for forward in self._open:  # an error has ended a backward
+                forward.leave()
+            self._open.clear()
+        super()._begin(root, args)
 
     def _register_end(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         hook_before_freeing(module, hook)
@@ -270,10 +331,14 @@ class UnitOrder(GatheringOrder):
     def _end(self, root: nn.Module, args: Any, output: Any) -> Any:
         if (forward := self._own()) is None:
             return None
-        self._go_to(len(self._units), forward)
+        if self._units:
+            self._go_to(len(self._units), forward)
         self._forward, self.last = None, forward
         if self._is_inner:  # another tensor than a unit inside has returned, so that backward comes here first
             return tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor), output)
+        if forward.key[0]:
+            self._open.append(forward)
+            del self._open[:-_MOST_OPEN]
         self._watch(output, partial(self._arrive, forward, len(forward.calls)))
         return None
 
@@ -307,6 +372,8 @@ class UnitOrder(GatheringOrder):
     def _arrive(self, forward: Forward, at: int, gradient: Tensor) -> None:
         """Complete the calls that come after the one that backward arrives at, before that one is gathered."""
         self._enter_backward(forward)
+        forward.has_arrived = True
+        self._complete_newer(forward)
         self._complete(forward, at)
         for call in forward.calls[at : at + 1]:
             call.has_arrived = True
@@ -314,16 +381,47 @@ class UnitOrder(GatheringOrder):
                 self._inner[call.unit]._enter_backward(call.inside)
 
     def _enter_backward(self, forward: Forward) -> None:
+        self._backward = forward
         if forward.incomplete is None:
-            forward.incomplete, self._backward = len(forward.calls), forward
-            if not self._is_inner:
+            if not self._is_inner and all(other.incomplete is None for other in self._open):
                 after_backward(self._complete_all)
+            forward.incomplete, forward.has_arrived = len(forward.calls), False
+            for call in forward.calls:
+                call.has_arrived = False
+            if forward not in self._open:  # backward comes to it once more
+                insort(self._open, forward, key=lambda other: other.began)
+
+    def _complete_newer(self, forward: Forward) -> None:
+        """Complete the forwards that began after this one: backward has left them, also where it did not come to them."""
+        while (last := self._open[-1]) is not forward:
+            order: UnitOrder = last.order
+            order._enter_backward(last)
+            if order is self:
+                order._complete(last, -1)
+            else:  # the order that backward comes to next reduces its own parameters
+                with order._own_parameters(last):
+                    order._complete(last, -1)
+            last.leave()
+            self._open.pop()
+        self._backward = forward
+
+    def _own_parameters(self, forward: Forward) -> AbstractContextManager[None]:
+        """Context around the completion of a forward of a root, before backward comes to another root."""
+        if not any(parameter.requires_grad for parameter in self._root.parameters()):
+            return nullcontext()
+        return complete_backward(self._root, gathers=not forward.has_arrived)
+
+    def _complete_own(self) -> None:
+        """Complete the forward of this order that backward is in, and those that began after it."""
+        if (forward := self._backward) is not None and forward.incomplete is not None:
+            self._complete_newer(forward)
+            self._complete(forward, -1)
 
     def _complete_all(self) -> None:
-        if (forward := self._backward) is not None:
-            self._backward = None
-            self._complete(forward, -1)
-            forward.incomplete = None
+        for forward in reversed([forward for forward in self._open if forward.incomplete is not None]):
+            forward.order._complete(forward, -1)
+            forward.leave()
+        self._open.clear()
 
     def _complete(self, forward: Forward, at: int) -> None:
         begin, end = at + 1, forward.incomplete or 0
@@ -336,6 +434,10 @@ class UnitOrder(GatheringOrder):
                         if not call.has_arrived:
                             inner._enter_backward(call.inside)
                         inner._complete_all()
+
+
+_MOST_OPEN = 1000
+"""Forwards that no backward comes to are forgotten, the oldest first."""
 
 
 def merged(orders: Sequence[Sequence[int]]) -> list[int]:

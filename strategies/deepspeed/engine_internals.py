@@ -109,7 +109,9 @@ def is_gathered_next(module: nn.Module) -> bool:
 
     Small ones stay whole, but not always: one that two modules share, or of a module that the last forward left out, does not.
     """
-    parameters: Iterable[Any] = module.parameters()
+    from deepspeed.utils import z3_leaf_module
+
+    parameters: Iterable[Any] = module.parameters(recurse=z3_leaf_module(module))
     return any(is_partitioned(parameter) and parameter.ds_status.name != "AVAILABLE" for parameter in parameters)
 
 

@@ -25,7 +25,7 @@ from ...core.torch_compat.torch_private import hooks_after_accumulating
 from ...optim.canonical import split_key
 from .. import gradient_hooks
 from ..base import NOTHING, Optim, Strategy, kept_gradients, left_out
-from ..gathering_order import GatheringOrder, message_group
+from ..gathering_order import GatheringOrder, Together, message_group
 from ..gradient_hooks import Hooked, HooksAfterBackward, HooksInOrder
 from ..noted import Arranged
 from ..parts import (
@@ -326,7 +326,7 @@ class DeepSpeedStrategy(Strategy):
             data, rank = self.topology.data, self.topology.rank
             # On an accelerator a process goes on while a gathering waits.
             waits = engine_internals.is_gathered_next if self.device.type == "cpu" else lambda unit: False
-            _LayerOrder(model, modules, data, rank, group, hidden, waits=waits)
+            _LayerOrder(model, "", modules, Together(data, rank, group, hidden), waits)
             if self._wrapper:
                 alike = UsedAlike(self._engine.optimizer, model, self.topology.data, self.device)
                 self._gradient_hooks += alike.handles

@@ -37,7 +37,7 @@ from ...optim.gradients import average
 from ...optim.wrapper import OptimWrapper
 from ..base import NOTHING, EvalStep, Optim, Strategy, kept_gradients
 from ..config import ANY_DEVICE, Needs
-from ..gathering_order import UnitOrder, message_group
+from ..gathering_order import Together, UnitOrder, message_group
 from ..noted import Arranged, is_subclass
 from ..parts import construct, explain, prepare_whole
 from ..parts.model_state import await_values
@@ -283,7 +283,8 @@ class FSDPStrategy(Strategy):
 
     A model given as dict or callable is never whole in any process: it is built on the meta device and initialised
     parameter by parameter, with the same values as an ordinary construction. A model given as an instance is sharded as
-    it is. Buffers are rank 0's at every update, as under DDP. Processes may use different parameters and units.
+    it is. Buffers are rank 0's at every update, as under DDP. Processes may use different parameters and units;
+    what the model's own ``train_step`` calls, every process calls as often and in one order.
 
     Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023;
     https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
@@ -444,7 +445,8 @@ class FSDPStrategy(Strategy):
             self._used = UsedParameters(model, (*self._units, *roots), data, self.device, self.topology.rank)
             self._keep_order(roots, names, data)
         if self.config.prefetch is not None:
-            prefetch(self.module, self._units, self.config.prefetch)
+            for root in roots:
+                prefetch(root, self._units, self.config.prefetch)
         self._log_units()
         self._gradient_hooks += settle_gradients(self._whole)
         for root in roots:
@@ -453,17 +455,18 @@ class FSDPStrategy(Strategy):
 
     def _keep_order(self, roots: Sequence[nn.Module], names: dict[int, str], data: DataShard) -> None:
         """Let all processes gather the units in one order, whichever of them their samples go through."""
-        if not self._units and self.topology.model is None:  # another stage may have some
+        if not self._units and len(roots) == 1 and self.topology.model is None:  # another stage may have some
             return
         group = message_group(data, float(self.config.timeout_s))
         hidden = torch.compiler.disable if self.config.compile else lambda hook: hook
+        together = Together(data, self.topology.rank, group, hidden, self._stage, len(roots))
         units = {id(unit) for unit in self._units}
         orders: dict[str, UnitOrder] = {}
         for root in roots:
             for name, holder in reversed([*root.named_modules(prefix=names[id(root)])]):  # inner ones first
                 own = {names[id(module)]: module for module in holder.modules() if id(module) in units - {id(holder)}}
-                if own and (holder is root or id(holder) in units):
-                    orders[name] = UnitOrder(holder, own, orders, data, self.topology.rank, group, hidden, self._stage)
+                if (own and id(holder) in units) or (holder is root and (own or len(roots) > 1)):
+                    orders[name] = UnitOrder(holder, name, own, together, orders)
 
     def _stage(self) -> Hashable:
         """Return which of the stages that this process has computes now; for subclasses."""

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flextrain.core.base.errors import StrategyError
+from flextrain.core.model.base_model import BaseModel
 from flextrain.core.torch_compat.torch_private import gradient_hooks
 from flextrain.optim import OptimWrapper
 from flextrain.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, MeshStrategy
 from flextrain.testing import WorkerGroup
-from flextrain.testing.loop import train, windows
+from flextrain.testing.loop import evaluate, train, windows
 from flextrain.testing.models import Batch, SmallModel
 from flextrain.testing.sessions import single_device, started, whole_state
 
@@ -159,6 +160,176 @@ class InTurn(Experts):
         return self.head(torch.cat(found))  # type: ignore[no-any-return]
 
 
+class Parts(BaseModel):
+    """A train_step that calls children: each process by the route of its first sample, one device as each of them."""
+
+    dtype = torch.float64
+
+    def train_step(self, data: Batch, optim_wrapper: Any) -> dict[str, Tensor]:
+        """See BaseModel."""
+        parts = zip(data["x"].to(self.dtype).split(4), data["route"][::4].tolist(), strict=True)
+        self.weight = 4.0 / len(data["x"])
+        loss = torch.stack([self.loss(x, route) for x, route in parts]).mean()
+        optim_wrapper.update_params(loss)
+        return {"loss": loss.detach()}
+
+    def forward(self, x: Tensor, y: Tensor, route: Tensor, mode: str = "tensor") -> Tensor:
+        """See BaseModel; the loss."""
+        return self.loss(x.to(self.dtype), int(route[0]))
+
+    def loss(self, x: Tensor, route: int) -> Tensor:
+        """Of the samples of a process."""
+        raise NotImplementedError
+
+
+class AllButOne(nn.Module):
+    """Three layers, of which each process leaves one out, or all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.ModuleList([Expert(5) for _ in range(3)]), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, left_out: int) -> Tensor:
+        """Of ``x``."""
+        for number, layer in enumerate(self.layers):
+            x = x if left_out in (number, 3) else x + layer(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+class Twice(Parts):
+    """Two forwards of one child before one backward; one forward and two backwards, of which each process needs other layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.heads, self.both = (kind().to(self.dtype) for kind in (AllButOne, Heads, Both))
+
+    def loss(self, x: Tensor, route: int) -> Tensor:
+        """See Parts."""
+        (one, two), second = self.both(x), self.heads(x, 2 - route)
+        ((one + two).square().mean() * self.weight).backward(retain_graph=True)
+        ((one if route else two).sum().sin() * self.weight).backward()
+        found: Tensor = self.net(x, (route + 2) % 4).square().mean() + self.net(-x, (route + 1) % 3).square().mean()
+        return found + second.square().mean()
+
+
+class InTurnTwice(Parts):
+    """Two forwards of a child that calls nested units in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Turns().to(self.dtype)
+
+    def loss(self, x: Tensor, route: int) -> Tensor:
+        """See Parts."""
+        return (self.net(x, route).square() + self.net(-x, (route + 1) % 3).sin()).mean()  # type: ignore[no-any-return]
+
+
+class Turns(nn.Module):
+    """Layers in the order, and as often, as a route says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Inner(), Inner()])
+
+    def forward(self, x: Tensor, route: int) -> Tensor:
+        """Of ``x``."""
+        for number in ((0, 1), (1, 0, 0), (1,))[route]:
+            x = x + self.blocks[number](x, route)
+        return x
+
+
+class Heads(nn.Module):
+    """Two layers, of which each process chooses one, or both."""
+
+    def __init__(self, has_own: bool = False) -> None:
+        super().__init__()
+        self.one, self.two = Expert(5), Expert(5)
+        self.own = nn.Parameter(torch.ones(6)) if has_own else 1.0
+
+    def forward(self, x: Tensor, route: int) -> Tensor:
+        """Of ``x``."""
+        x = x * self.own
+        return (self.one(x) if route < 1 else x) + (self.two(x) if route else x)  # type: ignore[no-any-return]
+
+
+class Both(Heads):
+    """With two results."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Of ``x``."""
+        return self.one(x), self.two(x)
+
+
+class Detector(Parts):
+    """Heads of which each process uses some, and of some only in forward."""
+
+    has_own = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.heads = AllButOne().to(self.dtype), Heads(self.has_own).to(self.dtype)
+        self.other = Heads(self.has_own).to(self.dtype)
+
+    def loss(self, x: Tensor, route: int) -> Tensor:
+        """See Parts."""
+        x = self.backbone(x, 0)
+        found, other = self.heads(x if route else x.detach(), route), self.other(x, 1 - route)
+        return x.sin().mean() + found.square().mean() + (other.sum() if route == 1 else 0.0)
+
+
+class OwnDetector(Detector):
+    """The same with a parameter of its own in each child."""
+
+    has_own = True
+
+
+class Towers(Parts):
+    """Two children alike, of which each process calls one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = (AllButOne().to(self.dtype) for _ in range(2))
+
+    def loss(self, x: Tensor, route: int) -> Tensor:
+        """See Parts."""
+        return (self.text if route else self.image)(x, -1).square().mean()  # type: ignore[no-any-return]
+
+
+class EvaluatedTowers(Towers):
+    """The same, evaluated only."""
+
+
+class Owner(AllButOne):
+    """With a parameter of its own beside the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor, left_out: int) -> Tensor:
+        """See AllButOne."""
+        return super().forward(x * self.own, left_out)
+
+
+class Nested(Single):
+    """Layers inside of a module with a parameter of its own, of which the fifth forward of rank 1 leaves one out."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Owner()
+
+    def logits(self, x: Tensor) -> Tensor:
+        """See SmallModel."""
+        self.calls += 1
+        return self.head(self.net(x, -1 if self.calls < 5 or self.route[0] else 1))  # type: ignore[no-any-return]
+
+
+class Evaluated(Nested):
+    """The same, evaluated only."""
+
+
 class Recomputed(Experts):
     """Recomputes all of the layers together."""
 
@@ -226,6 +397,13 @@ class Penalty(Single):
         return found + torch.autograd.grad(found.sum(), x, create_graph=True)[0].square().sum()
 
 
+class InStages(FSDPStrategy):
+    """Whose processes say that they compute stages of their own."""
+
+    def _stage(self) -> str:
+        return f"stage {self.rank}"
+
+
 FSDP: dict[str, Any] = dict(type=FSDPStrategy, device="cpu")
 DDP: dict[str, Any] = dict(type=DDPStrategy, device="cpu")
 MESH: dict[str, Any] = dict(type=MeshStrategy, device="cpu")
@@ -239,6 +417,10 @@ UNITS = dict(wrap=["Expert"])
         pytest.param(FSDP, Experts, id="fsdp"),
         pytest.param(FSDP | UNITS, Experts, id="units"),
         pytest.param(FSDP | dict(wrap=["Expert", "Inner"]), InTurn, id="in turn"),
+        pytest.param(FSDP | UNITS, Twice, id="twice"),
+        pytest.param(FSDP | UNITS, Detector, id="detector"),
+        pytest.param(FSDP | UNITS | dict(prefetch=2), OwnDetector, id="own detector"),
+        pytest.param(FSDP | dict(wrap=["Expert", "Inner"]), InTurnTwice, id="nested twice", marks=pytest.mark.full),
         pytest.param(DDP | dict(find_unused_parameters=True), Sparse, id="sparse"),
         pytest.param(FSDP, Empty, id="empty", marks=pytest.mark.full),
         pytest.param(FSDP | UNITS | dict(prefetch=2), Exits, id="exits", marks=pytest.mark.full),
@@ -282,7 +464,10 @@ def refused(spec: dict[str, Any], model: Any, frozen_at: int | None = None) -> s
             for number, batch in enumerate(batches()):
                 if number == frozen_at and session.strategy.topology.rank == 1:
                     session.strategy.module.get_submodule("experts.0").requires_grad_(False)
-                train(session.strategy, session.model, session.optim, [[batch]])
+                if model in (Evaluated, EvaluatedTowers):
+                    evaluate(session.strategy, session.model, [batch])
+                else:
+                    train(session.strategy, session.model, session.optim, [[batch]])
     except (RuntimeError, StrategyError) as error:
         return str(error)
     return "nothing"
@@ -294,6 +479,7 @@ def zero(stage: int, model: Any, said: str, **options: Any) -> Any:
 
 
 GATHERED = dict(stage3_param_persistence_threshold=0)
+OTHER_CHILD = "model: rank 1 calls text in forward 1, where other processes call other modules"
 NO_GRADIENT = "model.experts.0.0.weight: rank 1 has no gradient, because it is frozen here in update 3"
 
 
@@ -308,6 +494,9 @@ NO_GRADIENT = "model.experts.0.0.weight: rank 1 has no gradient, because it is f
             None,
             "recomputes it in backward together with other FSDP units, in forward 1, where",
         ),
+        (FSDP | UNITS, Towers, None, OTHER_CHILD),
+        (FSDP, EvaluatedTowers, None, OTHER_CHILD),
+        (FSDP | UNITS | dict(type=InStages), Experts, None, "in forward 1, where other processes call other modules"),
         (DDP, Experts, None, "rank 1 cannot reduce its gradients, the loss does not depend on experts.0.0.weight"),
         (FSDP, Sparse, None, "model.table: has sparse=True, and FSDPStrategy takes dense gradients only"),
         zero(
@@ -321,6 +510,15 @@ NO_GRADIENT = "model.experts.0.0.weight: rank 1 has no gradient, because it is f
             Later,
             "model.experts.1.0: rank 1 calls head in forward 5, where other processes call experts.1.0",
             **GATHERED,
+        ),
+        *(
+            zero(
+                3,
+                model,
+                "model.net.layers.1.0: rank 1 calls net.layers.2.0 in forward 5, where other processes call net.layers.1.0",
+                **GATHERED,
+            )
+            for model in (Nested, Evaluated)
         ),
         zero(3, OwnParts, "has used it in a micro-batch where other processes differ"),
         zero(2, Sparse, "model.table: has sparse=True, and DeepSpeedStrategy takes dense gradients only"),
