@@ -86,11 +86,11 @@ def divided_samplers(
     Raises:
         ConfigError: nobody knows whether a class of the user's divides.
     """
-    of_torch = batches is None or type(batches).__module__ in _DEFAULT_SAMPLERS
+    of_torch = batches is None or type(batches).__module__ in TORCHS_SAMPLERS
     outer = sampler if of_torch else batches
     if shard[1] == 1 or asked is False or isinstance(sampler, _DIVIDING):
         return batches, sampler
-    if asked is None and type(outer).__module__ not in _DEFAULT_SAMPLERS:
+    if asked is None and type(outer).__module__ not in TORCHS_SAMPLERS:
         raise undivided(where, f"what its {type(outer).__name__} chooses", shard[1])
     own = DividedSampler(outer, shard, training)
     logger.info(
@@ -107,14 +107,14 @@ def _again(batches: Any, sampler: Any) -> BatchSampler:
 
 _DIVIDING = (ShardedSampler, DistributedSampler)
 # torchdata has its own RandomSampler and BatchSampler, which keep a state.
-_DEFAULT_SAMPLERS = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
+TORCHS_SAMPLERS = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
 
 
 def _samples_by_default(loader: DataLoader[Any]) -> bool:
     """True if the samplers are those of ``shuffle`` and ``batch_size``: every sample of the dataset once, in turn."""
     sampler = sampler_of(loader)
     kind, batches = (
-        type(part).__name__ if type(part).__module__ in _DEFAULT_SAMPLERS else None
+        type(part).__name__ if type(part).__module__ in TORCHS_SAMPLERS else None
         for part in (sampler, loader.batch_sampler)
     )
     once = kind == "SequentialSampler" or (
