@@ -235,7 +235,7 @@ class UsedParameters:
     def _agree(self, number: int, parameters: list[DTensor]) -> None:
         """Drop gradients that are zeros of all processes.
 
-        The answer is read where this process has sent zeros, or has no gradient and did not say so before the last update: whatever
+        The answer is read where this process has sent zeros, or has computed other gradients than in the last update: whatever
         differs then is read by the process that has changed. On the CPU, where reading waits for nothing, it is always read.
 
         Raises:
@@ -256,7 +256,7 @@ class UsedParameters:
             told = [computed, [_OWN - one for one in computed]]
             self._told[number] = computed, torch.tensor(told, dtype=torch.int8, device=self._device)
         dist.all_reduce(ends := self._told[number][1].clone(), "max", self._data.group)
-        if self._device.type == "cpu" or _ZEROS in computed or (is_new and _NONE in computed):
+        if self._device.type == "cpu" or _ZEROS in computed or is_new:
             for parameter, own, most, least in zip(parameters, computed, *ends.tolist(), strict=True):
                 if most < _OWN or least:
                     self._settle(parameter, own, most, _OWN - least)
