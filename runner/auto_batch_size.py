@@ -142,9 +142,10 @@ class _Trial:
             if isinstance(loader.sampler, InfiniteSampler):
                 read = loader.sampler.num_samples // loader.sampler.count
             lengths = all_gather_object(read)
-            if None in lengths:
+            known = [length for length in lengths if length is not None]
+            if len(known) < len(lengths):
                 raise ConfigError(f'{_WHERE}: "{AUTO}" needs data with a length; give a number')
-            self.most = max(min(lengths), 1)
+            self.most = max(min(known), 1)
             self._parts.set_up()
         stepper = own.stepper
         is_whole = (
