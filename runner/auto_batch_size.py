@@ -26,6 +26,8 @@ from ..strategies.parts import meet
 from .data import checks as first_samples
 from .data.checks import AUTO
 from .data.first_batches import first_batches, only_once, parts_of
+from .data.samplers import InfiniteSampler
+from .data.user_loaders import length_of
 from .loops.dry_pass import PATIENCE_S
 from .loops.step import Stepper
 from .resume.choose_checkpoint import find_start
@@ -134,9 +136,16 @@ class _Trial:
         own._parts = self._parts = type(parts)(own, config, run._as_current)
         with kept_random_state(strategy.device):
             own.strategy.join()
-            dataset: Any = self._loader(1).dataset
-            self._dataloader["dataset"] = dataset  # made once for all sizes
-            self.most = max(len(dataset) // strategy.topology.data.count, 1)
+            loader = self._loader(1)
+            self._dataloader["dataset"] = loader.dataset  # made once for all sizes
+            read = length_of(loader)  # processes may have data of their own
+            if isinstance(loader.sampler, InfiniteSampler):
+                read = loader.sampler.num_samples // loader.sampler.count
+            lengths = all_gather_object(read)
+            known = [length for length in lengths if length is not None]
+            if len(known) < len(lengths):
+                raise ConfigError(f'{_WHERE}: "{AUTO}" needs data with a length; give a number')
+            self.most = max(min(known), 1)
             self._parts.set_up()
         stepper = own.stepper
         is_whole = (

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ..core.base.config import check_call
 from ..core.base.errors import ConfigError
+from ..core.base.overriding import overridden
 from ..core.comm.agreement import gather_differing, raising_together
 from ..core.comm.collectives import broadcast_object, is_main
 from ..core.device.device import to_device
@@ -23,8 +24,10 @@ from ..core.torch_compat.torch_private import without_compiling
 from ..strategies.base import Strategy
 from ..strategies.parts import full_weights
 from ..strategies.parts.whole_weights import buffers_kept
-from .data.samplers import DefaultSampler
-from .data.user_loaders import goes_its_own_way
+from .data.checks import loader_and_shard
+from .data.samplers import DefaultSampler, DividedSampler, ShardedSampler, chain_of
+from .data.streams.divided_streams import DividedStream
+from .data.user_loaders import TORCHS_SAMPLERS, length_of, sampler_of
 from .loops.evaluate import TestLoop
 from .metrics.base import BaseMetric
 
@@ -89,23 +92,56 @@ def prediction_loop(run: Run, dataloader: Any, loader: Any, options: Mapping[str
         options: of the loop.
 
     Raises:
-        ConfigError: the predictions would come in a random order.
+        ConfigError: the predictions are not known to come in the data set's order.
     """
-    sampler = getattr(loader, "sampler", None)
-    if getattr(sampler, "shuffle", False) is True or isinstance(sampler, RandomSampler):
-        key = (
-            "dataloader.shuffle"
-            if isinstance(dataloader, Mapping) and "shuffle" in dataloader
-            else "dataloader.sampler"
-        )
+    if why := _unordered(loader, run.strategy.topology.data.count, loader_and_shard(dataloader)[1]):
+        shuffled = isinstance(dataloader, Mapping) and dataloader.get("shuffle") and "sampler" in why
+        key = "shuffle" if shuffled else why.partition(":")[0]
         raise ConfigError(
-            f"predict.{key}: predictions would come in another order than the data set's; give one that keeps it"
+            f"predict.dataloader.{key}: predictions would come in another order than the data set's,{why.partition(':')[2]}"
         )
     check_call(TestLoop, options, "predict", ("runner", "dataloader", "evaluator"))
-    # Of a list of batches, and of a source of its own, whole batches are dealt to the processes.
-    in_batches = goes_its_own_way(loader) or (loader.batch_size is None and loader.batch_sampler is None)
+    # Of a list of batches, of a source of its own, and of a batch sampler, whole batches are dealt to the processes.
+    in_batches = (
+        not isinstance(loader, DataLoader)
+        or isinstance(loader.batch_sampler, DividedSampler)
+        or (loader.batch_size is None and loader.batch_sampler is None)
+    )
+    sampler = sampler_of(loader)
     samples = sampler.num_samples if isinstance(sampler, DefaultSampler) and not in_batches else None
     return TestLoop(run, loader, Predictions(samples, in_batches), **options)
+
+
+def _unordered(loader: Any, count: int, asked: bool | None) -> str | None:
+    """Return "key: why" if predictions of ``count`` processes are not known to come in the data set's order."""
+    if asked is False and count > 1:
+        return "shard: False gives every process data of its own; leave it out, and give all processes the same data"
+    if not isinstance(loader, DataLoader):
+        return None
+    if isinstance(loader.dataset, IterableDataset):
+        if loader.num_workers > 1:
+            return f"num_workers: {loader.num_workers} workers read a stream in turns; give 0 or 1"
+        if count > 1 and not isinstance(loader.dataset, DividedStream):
+            return "dataset: every process reads shards of its own; give a data set with a length"
+        return None
+    if loader.num_workers > 1 and not getattr(loader, "in_order", True):
+        return "in_order: False lets workers overtake each other; leave it out"
+    chosen = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    key = "sampler" if chosen is loader.sampler or type(chosen).__module__ in TORCHS_SAMPLERS else "batch_sampler"
+    for part in chain_of(chosen):
+        if not _keeps_order(part):
+            return f"{key}: {type(part).__name__} is not known to keep it; leave it out, or give a list of indices as sampler"
+    return None
+
+
+def _keeps_order(sampler: Any) -> bool:
+    if isinstance(sampler, ShardedSampler):
+        own = overridden(sampler, "__iter__", "order")
+        return isinstance(sampler, DefaultSampler) and not sampler.shuffle and not own
+    if type(sampler) is DistributedSampler:
+        return not sampler.shuffle and sampler.total_size == length_of(sampler.dataset)
+    name = type(sampler).__name__ if type(sampler).__module__ in TORCHS_SAMPLERS else ""
+    return name in ("SequentialSampler", "BatchSampler") or isinstance(sampler, (Sequence, DividedSampler))
 
 
 def predictions_of(loop: TestLoop, everywhere: bool) -> list[Any] | None:

@@ -46,6 +46,16 @@ def check_dense(model: nn.Module, strategy: str, instead: str = "choose DDPStrat
             )
 
 
+def check_no_max_norm(model: nn.Module, strategy: str) -> None:
+    """Raise StrategyError if a layer writes to its table in forward: a copy of it, or rows that other processes keep."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise StrategyError(
+                f"model.{name}: has max_norm={module.max_norm}, by which forward writes to its rows, and {strategy} would lose that or "
+                "make processes differ; leave it out, or train on one device"
+            )
+
+
 def has_shards(parameter: nn.Parameter) -> bool:
     """Return whether a parameter can be divided: it has a dimension, and elements."""
     return parameter.ndim > 0 and parameter.numel() > 0

@@ -112,8 +112,8 @@ def build_dataloader(
     if asked is False:
         told, shard = True, (0, 1)
     if not isinstance(cfg, Mapping):
-        for part in (getattr(cfg, "sampler", None), getattr(getattr(cfg, "batch_sampler", None), "sampler", None)):
-            use_shard(part, shard, f"{where}.sampler", asked)
+        for key in ("sampler", "batch_sampler"):
+            use_shard(getattr(cfg, key, None), shard, f"{where}.{key}", asked if told else False)
         loader = (
             adopt(cfg, training, seed, shard, asked, where, logger)
             if isinstance(cfg, DataLoader)
@@ -159,6 +159,7 @@ def build_dataloader(
         batch_sampler = DATA_SAMPLERS.build(
             batch_sampler, f"{where}.batch_sampler", sampler=sampler, batch_size=size, drop_last=drop_last
         )
+    use_shard(batch_sampler, shard, f"{where}.batch_sampler", asked if told else False)
     inside = getattr(batch_sampler, "sampler", None)
     batch_sampler, _ = divided_samplers(batch_sampler, inside, shard, asked, training, where, logger)
     return checks.check_follows_order(DataLoader(dataset, batch_sampler=batch_sampler, **kwargs), where)

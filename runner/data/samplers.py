@@ -6,11 +6,11 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import chain, count, islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DistributedSampler, Sampler
+from torch.utils.data import Sampler
 
 from ...core.base.errors import ConfigError
 from ...core.base.overriding import overridden
@@ -206,20 +206,29 @@ def _blocks(order: Any, size: int, positions: range) -> Iterator[list[int]]:
 
 
 def use_shard(sampler: Any, shard: tuple[int, int], where: str, asked: bool | None = None) -> None:
-    """Give a sampler of flextrain its data shard, and check that one of torch has the right shard unless ``asked`` is False.
+    """Give samplers of flextrain this data shard, and check that others have it already, unless ``asked`` is False.
 
     Raises:
-        ConfigError: torch's sampler splits by rank, but several processes share a data shard.
+        ConfigError: a sampler deals the data to other processes than those of the data shards.
     """
-    if isinstance(sampler, ShardedSampler):
-        sampler.use_shard(shard)
-    if isinstance(sampler, DistributedSampler) and asked is not False and (sampler.rank, sampler.num_replicas) != shard:
-        topology = Topology()
-        if (sampler.rank, sampler.num_replicas) == (topology.rank, topology.world_size):
+    for part in chain_of(sampler):
+        if isinstance(part, ShardedSampler):
+            part.use_shard(shard)
+        dealt = dealt_by(part)
+        if asked is not False and dealt is not None and dealt != shard:
             raise ConfigError(
-                f"{where}: DistributedSampler deals the data to {topology.world_size} processes, but the strategy has "
-                f'{shard[1]} data shards; give dict(type="DefaultSampler")'
+                f"{where}: {type(part).__name__} deals the data to {dealt[1]} processes and gives this one part {dealt[0]}, but the "
+                f'strategy has {shard[1]} data shards, and here is part {shard[0]}; give dict(type="DefaultSampler"), or shard=False '
+                "if every process has data of its own"
             )
+
+
+def dealt_by(sampler: Any) -> tuple[int, int] | None:
+    """Return (index, count) of the part that a sampler gives, also one made like torch's; None if it deals nothing."""
+    if isinstance(sampler, ShardedSampler):
+        return sampler.index, sampler.count
+    dealt = getattr(sampler, "rank", None), getattr(sampler, "num_replicas", None)
+    return cast("tuple[int, int]", dealt) if all(isinstance(one, int) for one in dealt) else None
 
 
 class DividedSampler(Sampler[Any]):

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from ...core.base.errors import ConfigError
 from ...core.torch_compat.torch_private import KEPT_ITERATOR, LOADER_ITERATOR, MAKE_ITERATOR
-from .samplers import DefaultSampler, DividedSampler, ShardedSampler, divided_sampler
+from .samplers import DefaultSampler, DividedSampler, ShardedSampler, chain_of, dealt_by, divided_sampler
 from .streams.divided_streams import DividedStream, divided, undivided
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
@@ -36,7 +36,7 @@ def adopt(
     """
     sampler, batches = sampler_of(loader), loader.batch_sampler
     if _holds_on_to_itself(loader):  # and is read as it is, because no copy would be
-        return loader if isinstance(sampler, _DIVIDING) else divided(loader, shard, asked, training, where, logger)
+        return loader if divides(sampler) else divided(loader, shard, asked, training, where, logger)
     if isinstance(loader.dataset, IterableDataset):
         dataset = divided(loader.dataset, shard, asked, training, where, logger)
         return loader if dataset is loader.dataset else resampled(loader, dataset=dataset)
@@ -68,6 +68,11 @@ def is_divided(loader: Any) -> bool:
     return divided_sampler(loader) is not None or any(isinstance(part, DividedStream) for part in parts)
 
 
+def divides(sampler: Any) -> bool:
+    """True if a sampler, or one inside it, deals the data to the processes itself."""
+    return any(dealt_by(part) is not None for part in chain_of(sampler))
+
+
 def divided_samplers(
     batches: Any,
     sampler: Any,
@@ -86,11 +91,11 @@ def divided_samplers(
     Raises:
         ConfigError: nobody knows whether a class of the user's divides.
     """
-    of_torch = batches is None or type(batches).__module__ in _DEFAULT_SAMPLERS
+    of_torch = batches is None or type(batches).__module__ in TORCHS_SAMPLERS
     outer = sampler if of_torch else batches
-    if shard[1] == 1 or asked is False or isinstance(sampler, _DIVIDING):
+    if shard[1] == 1 or asked is False or divides(batches) or divides(sampler):
         return batches, sampler
-    if asked is None and type(outer).__module__ not in _DEFAULT_SAMPLERS:
+    if asked is None and type(outer).__module__ not in TORCHS_SAMPLERS:
         raise undivided(where, f"what its {type(outer).__name__} chooses", shard[1])
     own = DividedSampler(outer, shard, training)
     logger.info(
@@ -105,16 +110,15 @@ def _again(batches: Any, sampler: Any) -> BatchSampler:
     return BatchSampler(sampler, batches.batch_size, batches.drop_last)
 
 
-_DIVIDING = (ShardedSampler, DistributedSampler)
 # torchdata has its own RandomSampler and BatchSampler, which keep a state.
-_DEFAULT_SAMPLERS = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
+TORCHS_SAMPLERS = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
 
 
 def _samples_by_default(loader: DataLoader[Any]) -> bool:
     """True if the samplers are those of ``shuffle`` and ``batch_size``: every sample of the dataset once, in turn."""
     sampler = sampler_of(loader)
     kind, batches = (
-        type(part).__name__ if type(part).__module__ in _DEFAULT_SAMPLERS else None
+        type(part).__name__ if type(part).__module__ in TORCHS_SAMPLERS else None
         for part in (sampler, loader.batch_sampler)
     )
     once = kind == "SequentialSampler" or (

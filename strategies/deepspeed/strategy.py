@@ -40,7 +40,7 @@ from ..parts import (
     take_written,
 )
 from ..recomputation import compile_in_place
-from ..sharding import check_apart, check_dense, check_real, make_contiguous
+from ..sharding import check_apart, check_dense, check_no_max_norm, check_real, make_contiguous
 from . import engine_internals, swapping
 from .compiling import announced, init_distributed
 from .compiling import deepspeed as _deepspeed
@@ -245,6 +245,8 @@ class DeepSpeedStrategy(Strategy):
         self._check_model(model)
         check_real(model, "DeepSpeedStrategy")
         stage = self.config.zero_optimization.stage
+        if stage or self.topology.data.count > 1 or self._request.dtype is not torch.float32:
+            check_no_max_norm(model, type(self).__name__)
         if optim is not None and stage:
             check_dense(model, type(self).__name__)
         for name, parameter in model.named_parameters() if stage == 3 else ():

@@ -339,11 +339,15 @@ class _SameOrder:
             self._order, self._came = list(dict.fromkeys([*came, *self._order])), None
 
     def _reduce_all(self, *args: Any, **kwargs: Any) -> Any:
-        for parameter, _ in self._parameters:  # until then gradients stay in the parameters
-            if self._optimizer.get_gradient_for_reduction(parameter) is None:
-                self._give_zeros(parameter)
-                if self._optimizer.use_grad_accum_attribute:
-                    self._optimizer.fill_grad_accum_attribute()
+        optimizer = self._optimizer
+        # Until then gradients stay in the parameters.
+        unused = [
+            parameter for parameter, _ in self._parameters if optimizer.get_gradient_for_reduction(parameter) is None
+        ]
+        for parameter in unused:
+            self._give_zeros(parameter)
+        if unused and optimizer.use_grad_accum_attribute:
+            optimizer.fill_grad_accum_attribute()  # of all parameters
         return self._reduce(*args, **kwargs)
 
     def _give_zeros(self, parameter: Any) -> None:

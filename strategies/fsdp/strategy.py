@@ -42,7 +42,7 @@ from ..noted import Arranged, is_subclass
 from ..parts import construct, explain, prepare_whole
 from ..parts.model_state import await_values
 from ..recomputation import compile_in_place
-from ..sharding import ShardedOptimizers, check_dense, check_real, has_shards, make_contiguous
+from ..sharding import ShardedOptimizers, check_dense, check_no_max_norm, check_real, has_shards, make_contiguous
 from .config import FSDPConfig
 from .units import check_one_dtype, choose_roots, choose_units, described, freed_after_forward, prefetch
 from .without_memory import ModelWithoutMemory
@@ -118,8 +118,8 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def watch_first_forward(unit: nn.Module, names: dict[int, str]) -> None:
     """Compare a unit's gathered parameters before and after its first forward in training, and raise if one has changed.
 
-    Moving averages of another network and ``Embedding(max_norm=...)`` are such. Comparing once costs no memory, and
-    waits once for the device.
+    A moving average of another network is such; ``Embedding(max_norm=...)``, which may begin later, is refused before. Comparing
+    once costs no memory, and waits once for the device.
 
     Args:
         unit: a module that FSDP gathers, after ``fully_shard``.
@@ -235,7 +235,7 @@ class UsedParameters:
     def _agree(self, number: int, parameters: list[DTensor]) -> None:
         """Drop gradients that are zeros of all processes.
 
-        The answer is read where this process has sent zeros, or has no gradient and did not say so before the last update: whatever
+        The answer is read where this process has sent zeros, or has computed other gradients than in the last update: whatever
         differs then is read by the process that has changed. On the CPU, where reading waits for nothing, it is always read.
 
         Raises:
@@ -256,7 +256,7 @@ class UsedParameters:
             told = [computed, [_OWN - one for one in computed]]
             self._told[number] = computed, torch.tensor(told, dtype=torch.int8, device=self._device)
         dist.all_reduce(ends := self._told[number][1].clone(), "max", self._data.group)
-        if self._device.type == "cpu" or _ZEROS in computed or (is_new and _NONE in computed):
+        if self._device.type == "cpu" or _ZEROS in computed or is_new:
             for parameter, own, most, least in zip(parameters, computed, *ends.tolist(), strict=True):
                 if most < _OWN or least:
                     self._settle(parameter, own, most, _OWN - least)
@@ -355,6 +355,8 @@ class FSDPStrategy(Strategy):
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         check_real(model, "FSDPStrategy")
+        if self.topology.data.count > 1 or self._shards(self._mesh()):
+            check_no_max_norm(model, type(self).__name__)
         if optim is not None:
             check_dense(model, type(self).__name__)
         if self.precision.param is not None:

@@ -99,6 +99,18 @@ def test_processes_agree_on_the_smallest(tmp_path: Path, workers2: WorkerGroup, 
         assert torch.equal(draws, others)
 
 
+@pytest.mark.distributed
+def test_data_of_its_own_are_all_of_a_process(tmp_path: Path, workers2: WorkerGroup) -> None:
+    for size, *_, text in workers2.run(train_on_own, str(tmp_path), (24, 14)):
+        assert size == 14
+        assert "14 of each process, all samples that a process has" in text
+
+
+def train_on_own(folder: str, lengths: tuple[int, ...]) -> Any:
+    own = Samples(lengths[int(os.environ["RANK"])], noisy=True)
+    return train(folder, "auto", (10**6,), "ddp", data=dict(dataset=own, shard=False), train_cfg=dict(max_epochs=1))
+
+
 def test_a_resumed_run_has_the_number_of_its_checkpoint(tmp_path: Path, workers2: WorkerGroup) -> None:
     train(str(tmp_path), "auto", (11,))
     size, *_, text = train(str(tmp_path), "auto", (6,), resume=True, train_cfg=dict(max_epochs=2))

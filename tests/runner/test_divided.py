@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -26,6 +27,7 @@ from torch.utils.data import (
 from flextrain import ConfigError
 from flextrain.core.comm.collectives import get_rank
 from flextrain.runner import build_dataloader
+from flextrain.runner.data.samplers import DefaultSampler
 from flextrain.testing import WorkerError, WorkerGroup
 
 from .test_evaluation import evaluate
@@ -256,3 +258,59 @@ def test_data_of_its_own_are_not_divided_again(tmp_path: Path, workers2: WorkerG
     (first, seen), (second, _) = workers2.run(own_data, str(tmp_path), kind)
     assert sorted(chain(*first, *second)) == sorted(seen) == list(range(LENGTH + 1))
     assert sorted(chain(*first)) == list(range(0, LENGTH + 1, 2))
+
+
+class LikeTorchs(Sampler[int]):
+    """A sampler of the user's that deals as torch's does, without its class."""
+
+    def __init__(self, part: tuple[int, int]) -> None:
+        self.rank, self.num_replicas = part
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, LENGTH, self.num_replicas))
+
+    def __len__(self) -> int:
+        return len(range(self.rank, LENGTH, self.num_replicas))
+
+
+class Around(Backwards):
+    """A sampler around another one."""
+
+    def __init__(self, sampler: Sampler[int]) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+
+SAMPLES = Samples(LENGTH)
+DEALING = {
+    "DistributedSampler": lambda index, count: DistributedSampler(SAMPLES, num_replicas=count, rank=index),  # type: ignore[var-annotated,arg-type]
+    "Around": lambda index, count: Around(DistributedSampler(SAMPLES, num_replicas=count, rank=index)),  # type: ignore[arg-type]
+    "LikeTorchs": lambda index, count: LikeTorchs((index, count)),
+    "DefaultSampler": lambda index, count: DefaultSampler(SAMPLES, shard=(index, count)),
+}
+
+
+@pytest.mark.parametrize("kind", DEALING)
+@pytest.mark.parametrize("form", ["dict", "DataLoader", "batches"])
+def test_a_sampler_that_deals_to_others_is_refused(kind: str, form: str) -> None:
+    options: dict[str, Any] = dict(training=True, seed=0, where="data", logger=logging.getLogger("flextrain"))
+
+    def built(part: tuple[int, int], shard: bool = True) -> Any:
+        sampler = DEALING[kind](*part)
+        given: dict[str, Any] = dict(dataset=SAMPLES, batch_size=2, sampler=sampler)
+        if form == "batches":
+            given = dict(dataset=SAMPLES, batch_sampler=Mirrored(sampler, 2, False))
+        data = dict(loader=DataLoader(**given)) if form == "DataLoader" else given
+        return build_dataloader(data | dict(shard=shard), shard=(2, 4), **options)
+
+    with pytest.raises(
+        ConfigError, match="deals the data to 2 processes and gives this one part 0, but the strategy has 4"
+    ):
+        built((0, 2))
+    built((0, 2), shard=False)
+    assert len(built((2, 4))) in (3, 4)  # and not a part of the part

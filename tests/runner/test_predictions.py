@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from flextrain import ConfigError, FlexibleRunner
 from flextrain.testing import WorkerGroup
@@ -138,6 +147,79 @@ def of_batches(work_dir: str) -> Any:
 @pytest.mark.distributed
 def test_a_list_of_batches_on_two_processes(tmp_path: Path, workers2: WorkerGroup) -> None:
     assert workers2.run(of_batches, str(tmp_path)) == [[*range(SAMPLES)]] * 2
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(data()["dataset"])
+
+
+class OwnLoader(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+class Backwards(BatchSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        return (batch[::-1] for batch in super().__iter__())
+
+
+def given(kind: str) -> Any:
+    samples, pairs = data()["dataset"], [[i, i + 1] for i in range(0, SAMPLES - 1, 2)] + [[SAMPLES - 1]]
+    batches = {"batch lists": pairs, "mirrored": Backwards(SequentialSampler(samples), 2, False)}
+    samplers = {
+        "replacing": RandomSampler(samples, replacement=True),
+        "weighted": WeightedRandomSampler([1.0] * SAMPLES, SAMPLES),
+        "subset": SubsetRandomSampler(range(SAMPLES)),
+        "list": list(range(SAMPLES)),
+    }
+    collate: Any = torch.utils.data.default_collate
+    if kind in ("stream", "workers", "own data"):
+        own = dict(num_workers=2) if kind == "workers" else {}
+        return dict(dataset=Stream(), batch_size=2, collate_fn="default_collate", shard=kind != "own data", **own)
+    if kind == "own loader":
+        return OwnLoader(samples, batch_size=2, collate_fn=collate)
+    if kind in batches:
+        return dict(dataset=samples, batch_sampler=batches[kind], collate_fn="default_collate", shard=True)
+    if kind == "subset":  # in a DataLoader, of batches
+        sampler = BatchSampler(samplers[kind], 2, False)
+        return DataLoader(samples, batch_sampler=sampler, collate_fn=collate)
+    return {**data(), "sampler": samplers[kind], "shard": True}
+
+
+ORDERS = {
+    "batch lists": "",
+    "list": "",
+    "stream": "",
+    "own loader": "",
+    "workers": "num_workers: predictions would come in another order than the data set's, 2 workers read a stream in turns",
+    "own data": "shard: predictions would come in another order than the data set's, False gives every process data of its",
+    "mirrored": "batch_sampler: predictions would come in another order than the data set's, Backwards",
+    "replacing": "sampler: predictions would come in another order than the data set's, RandomSampler",
+    "weighted": "sampler: predictions would come in another order than the data set's, WeightedRandomSampler",
+    "subset": "sampler: predictions would come in another order than the data set's, SubsetRandomSampler",
+}
+
+
+def orders(work_dir: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with FlexibleRunner(model=dict(type=Net, gives="list"), work_dir=work_dir) as runner:
+        for kind in ORDERS:
+            try:
+                found[kind] = runner.predict(given(kind))
+            except ConfigError as error:
+                found[kind] = str(error)
+    return found
+
+
+@pytest.mark.distributed
+def test_predictions_of_two_processes_are_in_order_or_refused(tmp_path: Path, workers2: WorkerGroup) -> None:
+    for found in workers2.run(orders, str(tmp_path)):
+        for kind, refusal in ORDERS.items():
+            if refusal:
+                assert refusal in found[kind], kind
+            else:
+                assert found[kind] == [*range(SAMPLES)], kind
 
 
 @pytest.mark.distributed

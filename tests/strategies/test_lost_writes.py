@@ -1,4 +1,4 @@
-"""A forward that writes to parameters, which FSDP has gathered for it: refused, since the write would be lost."""
+"""A forward that writes to parameters: refused, since the write would be lost, or would make processes differ."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain import FSDPStrategy, OptimWrapper
+from flextrain import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, MeshStrategy, OptimWrapper
 from flextrain.core.base.errors import StrategyError
 from flextrain.core.comm import collectives as dist
 from flextrain.testing import WorkerGroup
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.distributed
 
 
 class Follows(nn.Module):
-    """A second network follows the first one, a table keeps its norms, or a scalar and a buffer count."""
+    """A second network follows the first one, or a scalar and a buffer count."""
 
     steps: Tensor
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.table = nn.Embedding(6, 4, max_norm=0.1 if kind == "norms" else None)
+        self.table = nn.Embedding(6, 4)
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
         self.target = copy.deepcopy(self.blocks[0]).requires_grad_(False)
         self.scale = nn.Parameter(torch.ones(()), requires_grad=False)
@@ -55,7 +55,6 @@ WRITES = {
     "data": "target.weight",
     "in place": "target.weight",
     "another order": "target.weight",
-    "norms": "table.weight",
     "none": "",
 }
 
@@ -88,3 +87,43 @@ def test_writes_in_forward(workers1: WorkerGroup) -> None:
     }
     assert {kind: text[: len(expected[kind])] for kind, text in found.items()} == expected
     assert not found["none"]
+
+
+class Bounded(nn.Module):
+    """A table whose rows are far from their bound at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(6, 4, max_norm=1000.0)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.table(x).mean()}
+
+
+BOUNDED: dict[str, tuple[type, dict[str, Any]]] = {
+    "ddp": (DDPStrategy, {}),
+    "fsdp": (FSDPStrategy, {}),
+    "mesh": (MeshStrategy, dict(dp_shard=2)),
+    "zero1": (DeepSpeedStrategy, dict(zero_optimization=dict(stage=1))),
+    "zero3": (DeepSpeedStrategy, dict(zero_optimization=dict(stage=3))),
+}
+
+
+def bounded(kind: str) -> str:
+    """In a worker: what a strategy says at set-up of a table that keeps its norms."""
+    make, options = BOUNDED[kind]
+    strategy: Any = make(device="cpu", **options)
+    strategy.join()
+    try:
+        strategy.setup(Bounded(), OptimWrapper(dict(type="SGD", lr=0.1)))
+    except StrategyError as error:
+        return str(error)
+    finally:
+        strategy.leave()
+    return ""
+
+
+@pytest.mark.parametrize("kind", BOUNDED)
+def test_a_table_that_keeps_its_norms(workers2: WorkerGroup, kind: str) -> None:
+    found = workers2.run(bounded, kind)
+    assert [text.partition(", by")[0] for text in found] == ["model.table: has max_norm=1000.0"] * 2
