@@ -247,7 +247,7 @@ class Accelerated(OptimWrapper):
             r"optim_wrapper.type: Counts.initialize_count_status is never called here",
         ),
         (dict(optim_wrapper=Counts(SGD)), r"optim_wrapper: Counts.initialize_count_status is never called here"),
-        (dict(strategy=dict(type=Prepares)), r"strategy.type: Prepares.prepare is never called here, override setup"),
+        (dict(strategy=dict(type=Prepares)), r"strategy: Prepares.prepare is never called here, override setup"),
         (dict(log_processor=dict(type=Collects)), r"log_processor.type: Collects._collect_scalars is never called"),
         (dict(log_processor=Collects()), r"log_processor: Collects._collect_scalars is never called"),
         pytest.param(
