@@ -51,6 +51,8 @@ WorkerFactory = Callable[[int], "WorkerGroup"]
 
 
 LEFT_TO_FULL = Path(__file__).with_name("left_to_full.txt")
+LEFT_TO_FULL_UNKNOWN = pytest.StashKey[list[str]]()
+"""Its lines that name no test; known where all tests are collected."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
@@ -64,10 +66,9 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
             item.add_marker("full")
         if item.get_closest_marker("distributed") or not PROCESS_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
-    # A module that cannot be imported says so itself: an error here would hide it.
+    # For a test: an error here would end a session of xdist without its words, and hide a module that cannot be imported.
     is_whole = config.args == config.getini("testpaths") and not config.option.ignore and not session.testsfailed
-    if is_whole and left > found:
-        raise pytest.UsageError(f"{LEFT_TO_FULL.name} names no test: {', '.join(sorted(left - found))}")
+    config.stash[LEFT_TO_FULL_UNKNOWN] = sorted(left - found) if is_whole else []
 
 
 def pytest_collection_finish() -> None:

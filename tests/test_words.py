@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from .conftest import LEFT_TO_FULL_UNKNOWN
 from .private_names import parsed
 from .test_architecture import Sources, sources
 
@@ -224,3 +225,7 @@ def test_names_that_stand_twice_are_found() -> None:
     assert classes_of_one_name(modules) == ["A is in flextrain.core.a and in flextrain.runner.a"]
     assert files_of_one_name(modules) == ["a is flextrain.core.a and flextrain.runner.a"]
     assert files_of_one_name({"flextrain.core.base": "", "flextrain.optim.base": ""}) == []
+
+
+def test_left_to_full_names_tests(request: pytest.FixtureRequest) -> None:
+    assert request.config.stash[LEFT_TO_FULL_UNKNOWN] == []
