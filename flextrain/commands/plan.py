@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..core.base.errors import ConfigError
-from ..core.base.tensors import size_text
 from .output import FoldedHelp, console, print_json
 
 if TYPE_CHECKING:
@@ -195,6 +194,8 @@ def _plan(arguments: argparse.Namespace, machine: MachineKind | None, measured: 
         status.update(Text("; ".join([*now.values()]), overflow="ellipsis", no_wrap=True))
 
     def tell(plan: TrainingPlan, found: StrategyPlan, seconds: float) -> None:
+        from ..core.base.tensors import size_text  # imports torch, which other commands do not need
+
         now.pop(found.strategy, None)
         fits = {True: ", fits", False: ", does not fit", None: ""}[plan.fits(found)]
         said = found.message if found.highest is None else f"{size_text(found.highest.peak.total)} at the peak{fits}"

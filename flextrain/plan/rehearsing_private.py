@@ -288,7 +288,8 @@ def data_parallel_without_values() -> Iterator[None]:
     try:
         yield
     finally:
-        del DistributedDataParallel.__new__
+        # A class keeps the slot of a deleted ``__new__``, and then refuses the arguments of its constructor.
+        DistributedDataParallel.__new__ = lambda cls, *_, **__: object.__new__(cls)  # type: ignore[method-assign]
 
 
 # What collectives send

@@ -322,7 +322,7 @@ def _arguments(job: Job, given: dict[str, Any], strategy: Strategy, observer: Ho
     changes = dict(
         strategy=strategy,
         work_dir=str(Path(job.folder) / "work_dir"),
-        train_dataloader=loader,
+        train_dataloader=dict(loader=loader, shard=False),  # which is divided already
         train_cfg={**given["train_cfg"], **validation},
         optim_wrapper=_optim_wrapper(given["optim_wrapper"], job.processes if way == "in parts" else 1),
         default_hooks={**dict.fromkeys(set(DEFAULT_HOOKS) - {"param_scheduler", "sampler_seed"}), **kept},

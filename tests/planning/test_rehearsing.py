@@ -3,13 +3,14 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from flextrain.core.base.errors import StrategyError
 from flextrain.core.comm.agreement import gather_differing, raising_together, roll_call
 from flextrain.core.comm.collectives import all_gather_object, broadcast_object
 from flextrain.core.torch_compat.torch_private import has_values, is_fake, with_values
 from flextrain.plan import rehearsing
-from flextrain.plan.rehearsing_private import quick_fake_mode
+from flextrain.plan.rehearsing_private import data_parallel_without_values, quick_fake_mode
 from flextrain.strategies.base import Strategy
 from flextrain.strategies.config import Needs
 from flextrain.strategies.parts import rehearsed
@@ -98,3 +99,14 @@ def test_what_needs_real_processes_cannot_be_rehearsed():
     assert rehearsed(Threads()) is None
     ordinary = Strategy()
     assert rehearsed(ordinary) is ordinary
+
+
+def test_a_rehearsal_leaves_torchs_data_parallel_as_it_was():
+    with data_parallel_without_values():
+        pass
+
+    class Own(DistributedDataParallel):
+        def __init__(self, module: nn.Module) -> None:
+            nn.Module.__init__(self)
+
+    assert isinstance(Own(nn.Linear(1, 1)), DistributedDataParallel)
