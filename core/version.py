@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 
@@ -9,15 +10,8 @@ from packaging.version import Version
 
 __version__ = "1.0.0"
 
-
-# The versions of the libraries whose private parts flextrain uses, and what is said with a newer one.
-
-
 TRIED = {"torch": ("2.6", "2.15"), "deepspeed": ("0.19.8", "0.19.8"), "transformers": ("5.0", "5.23")}
-"""The oldest and the newest version of each library with which the whole suite has passed."""
-
-_HOMES = ("_private.py", "strategies/deepspeed/")
-"""Ends and parts of the paths of the modules that use private names."""
+"""The oldest and the newest version of each library that the tests were run with."""
 
 
 def untried() -> Iterator[str]:
@@ -30,11 +24,11 @@ def untried() -> Iterator[str]:
 
 
 def is_from_private_use(error: BaseException) -> bool:
-    """Whether an error was raised in, or below, a module that uses private names of another library."""
+    """Whether an error was raised in, or below, a module of flextrain that uses private names of another library."""
     trace = error.__traceback__
     while trace is not None:
-        path = trace.tb_frame.f_code.co_filename.replace("\\", "/")
-        if path.endswith(_HOMES[0]) or _HOMES[1] in path:
+        module = trace.tb_frame.f_globals.get("__name__", "")
+        if module.startswith("flextrain.strategies.deepspeed.") or re.fullmatch(r"flextrain\..*_private", module):
             return True
         trace = trace.tb_next
     return False

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flextrain import FlexibleRunner
 from flextrain.core.torch_compat.torch_private import version_of
-from flextrain.core.version import TRIED, untried
+from flextrain.core.version import TRIED, is_from_private_use, untried
 from flextrain.runner.health.failures import Failure, advice_on
 from flextrain.runner.health.origin import Origin
 
@@ -61,6 +61,12 @@ def test_a_newer_version_is_told_once(monkeypatch: pytest.MonkeyPatch, tmp_path:
     runner.train()
     (log,) = tmp_path.rglob("*.log")
     assert log.read_text().count(NEWER.format(torch.__version__)) == 1
+
+
+def test_an_error_in_a_users_file_of_such_a_name_does_not() -> None:
+    with pytest.raises(AttributeError) as caught:
+        exec(compile("object().missing", "/home/me/model_private.py", "exec"), {"__name__": "model_private"})
+    assert not is_from_private_use(caught.value)
 
 
 def test_an_error_in_a_private_part_names_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
