@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from flextrain import BaseMetric, BaseModel, FlexibleRunner, Hook, MeshStrategy, OptimWrapper, SingleDeviceStrategy
 from flextrain.core.base.errors import ConfigError, StrategyError
+from flextrain.core.base.registry import STRATEGIES
 from flextrain.core.comm import collectives as dist
 from flextrain.strategies.mesh.context import attention as ring
 from flextrain.strategies.mesh.context import transformers as adapting
@@ -506,6 +507,48 @@ def test_dropout_differs_between_positions(workers2: WorkerGroup) -> None:
     assert not torch.equal(masks[0], masks[2])
     assert torch.equal(state, other_state)
     assert torch.equal(losses, workers2.run(dropped)[1][2])
+
+
+# Attention that the first batch does not call
+
+
+class Late(nn.Module):
+    """A model of transformers, behind which attention of another kind begins when its trainer says so."""
+
+    attends = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = of_transformers("llama").model
+        self.block, self.head = PlainBlock(32, 4, 0.0), nn.Linear(32, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None = None) -> dict[str, Tensor]:
+        x = self.body(input_ids, position_ids=position_ids).last_hidden_state
+        logits = self.head(self.block(x) if self.attends else x)
+        return {"loss": functional.cross_entropy(logits.flatten(0, 1), targets.flatten())}
+
+
+def late_losses(spec: dict[str, Any]) -> list[float]:
+    """In a worker: the losses of two updates before the other attention and two with it."""
+    torch.manual_seed(5)
+    strategy = STRATEGIES.build(dict(spec, device="cpu"), "strategy")
+    strategy.join()
+    whole = Late()
+    model, optim = strategy.setup(whole, _optim(1))
+    losses: list[float] = []
+    for whole.attends in (False, True):
+        batches = [sample("plain", 4, seed) for seed in range(2)]
+        given = [[dict(input_ids=batch["input_ids"], targets=batch["labels"])] for batch in batches]
+        losses += train(strategy, model, optim, given).losses
+    strategy.leave()
+    dist.destroy_process_group()
+    return losses
+
+
+def test_attention_that_the_first_batch_does_not_call(workers2: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    expected = late_losses(dict(type="SingleDeviceStrategy"))
+    assert workers2.run(late_losses, dict(CP2, cp_keys=dict(targets=1)))[0] == pytest.approx(expected, rel=1e-5)
 
 
 # Models that a cut would make silently wrong

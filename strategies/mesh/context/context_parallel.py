@@ -51,6 +51,14 @@ def attention_kind(config: Any, models: Sequence[Any]) -> str:
     return "ulysses" if heads and all(number % (config.cp * config.tp) == 0 for number in heads) else "ring"
 
 
+def may_attend(module: nn.Module) -> bool:
+    """Whether the module's own forward may call attention other than through transformers' interface."""
+    known = type(module).__module__.partition(".")[0] in ("torch", "transformers", "peft") and "forward" not in vars(
+        module
+    )
+    return not known or isinstance(module, nn.MultiheadAttention)
+
+
 def check_positions(model: nn.Module, positions: str | None) -> None:
     """Raise ConfigError for a model that has to count positions itself, from 0 on every process."""
     if positions is None:
@@ -166,6 +174,7 @@ class Context(Axis):
             self._batches.loss_weight = weight
             model.loss_weight = self._weight_of  # type: ignore[assignment]
         self._interception, self._intercepts = Interception(self._attention), True
+        self._may_attend = any(may_attend(module) for module in model.modules())
         self._comparison = OneProcessComparison(
             self._model, self._batches, self._attention, self._adapted, self._interception, self.mesh, self._is_weighed
         )
@@ -201,7 +210,7 @@ class Context(Axis):
                 "strategy.cp: the first batch was not compared with one process that has all positions; a real run compares it, and "
                 "refuses a model that cannot be cut"
             )
-            self._intercepts = not self._adapted
+            self._intercepts = self._may_attend
         else:
             try:
                 with _repeating():
@@ -249,7 +258,8 @@ class Context(Axis):
         return self._interception.everywhere() if self._intercepts else NOTHING
 
     def _compared(self) -> None:
-        self._intercepts = self._interception.calls > 0  # otherwise all attention goes through transformers' interface
+        # Otherwise all attention goes through transformers' interface, in branches that later batches take too.
+        self._intercepts = self._interception.calls > 0 or self._may_attend
 
     def _averaged(self, outputs: Mapping[str, Tensor], window: Sequence[CutBatch]) -> dict[str, Tensor]:
         """The values to log of the whole sequences, equal on all of their processes."""
