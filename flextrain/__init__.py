@@ -101,7 +101,7 @@ _REGISTERING: dict[str, dict[str, tuple[str, ...]]] = {
     "sampler": {"runner.data.samplers": ()},
     "metric": {f"runner.metrics.{name}": () for name in ("torchmetrics", "dump_results", "perplexity")},
     "evaluator": {"runner.metrics.evaluator": ()},
-    "hook": {"runner.hooks": (), "token_rate": ()},
+    "hook": {"runner.hooks": (), "token_rate": (), "plan.planned_memory": ("plan",)},
     "loop": {"runner.loops.train": (), "runner.loops.evaluate": ()},
     "reporter": {"runner.reporting": ()},
     "transform": {

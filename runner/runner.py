@@ -12,6 +12,7 @@ from torch import nn
 
 from ..core.base.config import check_call, check_keywords, known_keywords, validate
 from ..core.base.errors import ConfigError, NonFiniteError
+from ..core.base.registry import HOOKS
 from ..core.base.registry import RUNNER as OTHER_TRAINERS
 from ..core.checkpoint import as_path, make_writable
 from ..core.comm.agreement import raising_together
@@ -26,7 +27,7 @@ from .data.checks import check_dataloader
 from .data.user_loaders import Batches
 from .health.oversight import Oversight, told_progress
 from .health.termination import tell_how_it_ended
-from .hooks import HookDispatcher
+from .hooks import HookDispatcher, get_priority
 from .loops.evaluate import TestLoop
 from .options import Resume, apply_environment, early_preemption
 from .parts import Parts
@@ -154,9 +155,9 @@ class FlexibleRunner(RunnerNames):
         check_agreement(config)
         hooks = config.hooks
         if self.options.env_cfg.plan is not None:
-            from .hooks.planned_memory import planned_memory_hook
-
-            hooks = [*hooks, planned_memory_hook(self.options.env_cfg.plan, self.strategy)]
+            spec = {"type": "plan", "plan": self.options.env_cfg.plan}
+            hook = HOOKS.build(spec, "env_cfg.plan", strategy=self.strategy)
+            hooks = [*hooks, (hook, get_priority(hook.priority))]
         make_writable(Path(self.work_dir), "work_dir")
         self.timestamp = new_log_folder(Path(self.work_dir))
         self.experiment_name = experiment_name or f"{Path(self.work_dir).name}_{self.timestamp}"

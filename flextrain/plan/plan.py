@@ -478,13 +478,13 @@ UNSEEN = "workspaces of cuBLAS and cuDNN, buffers of NCCL, the allocator's round
 """What is in a device's memory besides, and no plan sees."""
 
 
-def read_plan(given: str | Path | Mapping[str, Any]) -> TrainingPlan:
-    """Read a plan from a file that ``flextrain plan --json`` has written, or from the values of one.
+def read_plan(given: str | Path | Mapping[str, Any], key: str = "plan") -> TrainingPlan:
+    """Read a plan from a file that ``flextrain plan --json`` has written, or from the values of one; ``key`` is for messages.
 
     Raises:
         ConfigError: it is no plan, or one of another version of flextrain.
     """
-    where = f"plan {given}" if isinstance(given, (str, Path)) else "plan"
+    where = f"{key}: {given}" if isinstance(given, (str, Path)) else key
     adapter = pydantic.TypeAdapter(TrainingPlan)
     try:
         if isinstance(given, Mapping):

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from flextrain.plan.plan import Moment, RankPlan, StrategyPlan, TrainingPlan
+
 from .training import make_runner
 
 pytestmark = [pytest.mark.npu, pytest.mark.distributed]
@@ -30,13 +32,12 @@ def lines(folder: Path, plan: dict[str, Any], strategy: str, world_size: int, **
 def plan_of(strategy: str, world_size: int, peaks: list[float]) -> dict[str, Any]:
     """What `flextrain plan --json` prints, with such peaks in bytes."""
     moments = [
-        dict(total=int(peak), by_kind=dict(parameters=int(peak) // 4, activations=int(peak) // 2)) for peak in peaks
+        Moment("forward", "", "", int(peak), {"parameters": int(peak) // 4, "activations": int(peak) // 2})
+        for peak in peaks
     ]
-    ranks = [dict(rank=rank, peak=peak) for rank, peak in enumerate(moments)]
-    planned = dict(
-        strategy="mine", status="planned", options=dict(type=strategy), axes=dict(data=world_size), ranks=ranks
-    )
-    return dict(schema=1, script="train.py", world_size=world_size, strategies=[planned])
+    ranks = [RankPlan(rank, {}, peak, {}, [peak]) for rank, peak in enumerate(moments)]
+    planned = StrategyPlan("mine", "planned", options={"type": strategy}, axes={"data": world_size}, ranks=ranks)
+    return TrainingPlan("train.py", world_size, 1, None, "2.15", [planned]).as_json()
 
 
 def measured(line: str) -> float:

@@ -9,60 +9,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pydantic
 import torch
-from pydantic import BaseModel
 
-from ...core.base.config import validate
-from ...core.base.errors import ConfigError, one_of
-from ...core.base.registry import STRATEGIES
-from ...core.comm.agreement import told_by_rank_0
-from ...core.comm.collectives import all_gather
-from ...core.device.device import begin_peak, counts_memory, memory_mb
-from ...strategies.base import Strategy
-from .hook import Hook, get_priority
+from ..core.base.config import validate
+from ..core.base.errors import ConfigError, one_of
+from ..core.base.registry import HOOKS, STRATEGIES
+from ..core.comm.agreement import told_by_rank_0
+from ..core.comm.collectives import all_gather
+from ..core.device.device import begin_peak, counts_memory, memory_mb
+from ..runner.hooks.hook import Hook
+from ..strategies.base import Strategy
+from .plan import Moment, StrategyPlan, TrainingPlan, read_plan
 
 if TYPE_CHECKING:
-    from ..run import Run
+    from ..runner.run import Run
 
 # Find in a plan of `flextrain plan` what it says of this run: the memory that each of its ranks needs.
 
 
-VERSION = 1
-"""The version of plans that can be read."""
 _WHERE = "env_cfg.plan"
 _OF_THE_MACHINE = ("type", "device", "launcher", "backend", "timeout_s", "compile")
 """Options of a strategy of which memory does not depend, or that no plan has."""
 _INSTALLED = {"site-packages", "dist-packages"}
 _HOME = Path(__file__).resolve().parents[1]
-
-
-class PlannedPeak(BaseModel):
-    """The memory of a rank at its peak, in bytes, and how much of it is of which kind."""
-
-    total: pydantic.PositiveInt
-    by_kind: dict[str, int] = pydantic.Field(min_length=1)
-
-
-class _Rank(BaseModel):
-    rank: int
-    peak: PlannedPeak
-
-
-class _Strategy(BaseModel):
-    strategy: str
-    status: str
-    message: str = ""
-    options: dict[str, Any] = {}
-    axes: dict[str, int] = {}
-    ranks: list[_Rank] = []
-
-
-class _Plan(BaseModel):
-    version: int = pydantic.Field(alias="schema")
-    script: str
-    world_size: int
-    strategies: list[_Strategy]
 
 
 class PlannedMemory:
@@ -74,12 +43,12 @@ class PlannedMemory:
             pipeline stage, and of many stages the first, the second and the last.
     """
 
-    def __init__(self, name: str, peaks: Mapping[int, PlannedPeak]) -> None:
+    def __init__(self, name: str, peaks: Mapping[int, Moment]) -> None:
         self.name = name
         self._ranks = sorted(peaks)
         self._peaks = peaks
 
-    def of(self, rank: int) -> PlannedPeak:
+    def of(self, rank: int) -> Moment:
         """The planned peak of a rank."""
         return self._peaks[self._ranks[max(bisect_right(self._ranks, rank) - 1, 0)]]
 
@@ -94,7 +63,7 @@ def planned_memory(given: str | Path | Mapping[str, Any], strategy: Strategy) ->
     Raises:
         ConfigError: it is no plan, or one of another script, number of processes or strategy.
     """
-    plan = _read(given)
+    plan = read_plan(given, _WHERE)
     size = strategy.topology.world_size
     if plan.world_size != size:
         raise ConfigError(f"{_WHERE}: is for a world size of {plan.world_size:,} and this run has {size:,}; plan again")
@@ -103,26 +72,6 @@ def planned_memory(given: str | Path | Mapping[str, Any], strategy: Strategy) ->
         raise ConfigError(f"{_WHERE}: is for {Path(plan.script).name} and this is {script.name}; plan again")
     found = _of_strategy(plan, strategy)
     return PlannedMemory(found.strategy, {each.rank: each.peak for each in found.ranks})
-
-
-def _read(given: str | Path | Mapping[str, Any]) -> _Plan:
-    path = "" if isinstance(given, Mapping) else f" {given}"
-    try:
-        plan = _Plan.model_validate(given) if isinstance(given, Mapping) else _Plan.model_validate_json(_bytes(given))
-    except pydantic.ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = "".join(f"{'.' if i else ''}{name}" for i, name in enumerate(first["loc"]))
-        raise ConfigError(f"{_WHERE}:{path} is no plan, {f'{key}: ' if key else ''}{first['msg']}") from None
-    if plan.version != VERSION:
-        raise ConfigError(f"{_WHERE}:{path} has version {plan.version}, this flextrain reads {VERSION}; plan again")
-    return plan
-
-
-def _bytes(path: str | Path) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{_WHERE}: {path} cannot be read, {error.strerror or error}") from None
 
 
 def _script() -> Path | None:
@@ -136,7 +85,7 @@ def _script() -> Path | None:
     return None if is_installed else path
 
 
-def _of_strategy(plan: _Plan, strategy: Strategy) -> _Strategy:
+def _of_strategy(plan: TrainingPlan, strategy: Strategy) -> StrategyPlan:
     kind, axes = type(strategy).__name__, _axes_of(strategy)
     same = [
         one for one in plan.strategies if one.ranks and one.options.get("type") == kind and _several(one.axes) == axes
@@ -173,7 +122,7 @@ def _is_asked_for(name: str, strategy: Strategy) -> bool:
     return kind is type(strategy) and all(getattr(strategy.config, key, None) == value for key, value in spec.items())
 
 
-def _difference(planned: _Strategy, strategy: Strategy) -> str:
+def _difference(planned: StrategyPlan, strategy: Strategy) -> str:
     """Say which option of the strategy is another one in the plan; empty if none is, or the plan has one only in words."""
     options = {key: value for key, value in planned.options.items() if key not in _OF_THE_MACHINE}
     try:
@@ -200,13 +149,14 @@ class PlannedMemoryHook(Hook):
     that differs most. The peak in log lines counts from then on anew.
 
     Args:
-        planned: the plan's memory.
+        plan: see ``planned_memory``; rank 0 reads it.
+        strategy: the strategy of the run.
     """
 
     priority = "VERY_LOW"
 
-    def __init__(self, planned: PlannedMemory) -> None:
-        self._planned = planned
+    def __init__(self, plan: str | Path | dict[str, Any], strategy: Strategy) -> None:
+        self._planned: PlannedMemory = told_by_rank_0(lambda: planned_memory(plan, strategy))
         self._updates, self._peak_mb = 0, 0.0
 
     def before_train(self, runner: Run) -> None:
@@ -269,11 +219,5 @@ class PlannedMemoryHook(Hook):
             runner.logger.info(f"Memory is as planned: {line}")
 
 
-def planned_memory_hook(plan: str | Path | Mapping[str, Any], strategy: Strategy) -> tuple[Hook, int]:
-    """Return the hook of a run that was given a plan, with its priority; a collective, rank 0 reads.
-
-    Raises:
-        ConfigError: see ``planned_memory``.
-    """
-    hook = PlannedMemoryHook(told_by_rank_0(lambda: planned_memory(plan, strategy)))
-    return hook, get_priority(hook.priority)
+# A lookup, not a registration: ``env_cfg.plan`` is the way to it.
+HOOKS.add_lookup({"plan": PlannedMemoryHook}.get, lambda: ())
