@@ -107,10 +107,10 @@ def test_local_order_of_row_groups(tmp_path: Path) -> None:
     opened = 0
     reads: list[Any] = []
     for index in order:
-        before = set(source._tables)
+        before = set(source._groups)
         source[index]
-        reads += set(source._tables) - before
-        opened = max(opened, len(source._tables))
+        reads += set(source._groups) - before
+        opened = max(opened, len(source._groups))
     assert opened == 5
     assert len(reads) == len(set(groups)) == 21  # each row group is decoded once in a pass
     wild = ParquetFiles(tmp_path, local_shuffle=1).order_of_pass(0, 0, True)[np.arange(60)].tolist()

@@ -1,107 +1,128 @@
-"""ArrowFiles: rows of Arrow and Feather files, mapped into memory."""
+"""ArrowFiles and ParquetFiles: rows of tables, which their files hold in groups."""
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ....core.base.config import PositiveInt
 from ....core.base.errors import ConfigError, one_of, suggest
 from ....core.base.registry import DATASETS
-from ..stream_orders import MIXED, Order, default_order
+from ..stream_orders import MIXED, LocalOrder, Order
 from .file_source import FileSource
 
-# pyarrow, which reads Parquet and Arrow files, and the values of its columns.
+
+class _OpenTable(NamedTuple):
+    """An open file.
+
+    Attributes:
+        path: the file.
+        names: of its columns.
+        sizes: rows of each group.
+        group: returns the wanted columns of a group.
+    """
+
+    path: Path
+    names: Sequence[str]
+    sizes: Sequence[int]
+    group: Callable[[int], Any]
 
 
-def pyarrow(where: str) -> Any:
-    """Return the package.
+class _TableFiles(FileSource):
+    """Base class of sources of rows, as dicts of columns. A group of rows is read as a whole, and kept for the next rows.
+
+    Args:
+        paths, transform, local_shuffle: see FileSource.
+        columns: names of the columns to read; None: all.
+        cached: groups that a process keeps.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: pyarrow is missing, or a column is.
     """
-    try:
-        import pyarrow as package
-    except ImportError:
-        raise ConfigError(f"{where}: needs pyarrow, pip install flextrain[data]") from None
-    return package
+
+    def __init__(
+        self,
+        paths: Any,
+        *,
+        columns: list[str] | None = None,
+        transform: Any = None,
+        local_shuffle: PositiveInt | None = None,
+        cached: PositiveInt = MIXED + 1,
+        where: str = "",
+    ) -> None:
+        where = where or type(self).__name__
+        if cached < 1:
+            raise ConfigError(f"{where}.cached: {cached} is not allowed, give 1 or more")
+        if columns is not None and not columns:
+            raise ConfigError(f"{where}.columns: [] is not allowed, give at least one column, or None for all")
+        try:
+            importlib.import_module("pyarrow")
+        except ImportError:
+            raise ConfigError(f"{where}: needs pyarrow, pip install flextrain[data]") from None
+        self.columns, self.cached, self._where = columns, cached, where
+        self._group_ends: dict[Path, list[int]] = {}
+        self._groups: OrderedDict[tuple[str, int], Any] = OrderedDict()
+        super().__init__(paths, transform=transform, local_shuffle=local_shuffle, where=where)
+
+    def _open(self, path: Path) -> _OpenTable:
+        raise NotImplementedError
+
+    def _count(self, path: Path) -> int:
+        opened = self._open(path)
+        for name in self.columns or ():
+            if name not in opened.names:
+                hint = suggest(name, opened.names) or (f", choose {one_of(opened.names)}" if opened.names else "")
+                raise ConfigError(f'{self._where}.columns: "{name}" is no column{hint}')
+        self._group_ends[path] = np.cumsum(opened.sizes, dtype=np.int64).tolist()
+        return sum(opened.sizes)
+
+    def _read(self, opened: _OpenTable, row: int) -> Any:
+        ends = self._group_ends[opened.path]
+        number = int(np.searchsorted(ends, row, side="right"))
+        key = os.fspath(opened.path), number
+        if key not in self._groups:
+            while len(self._groups) >= self.cached:
+                self._groups.popitem(last=False)
+            self._groups[key] = opened.group(number)
+        self._groups.move_to_end(key)
+        group, row = self._groups[key], row - (ends[number - 1] if number else 0)
+        return {name: _value(group.column(at)[row]) for at, name in enumerate(group.schema.names)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_groups": OrderedDict()}
 
 
-def check_columns(columns: list[str] | None, known: list[str], where: str) -> None:
-    """Raise ConfigError if a column is not in a file."""
-    if columns is not None and not columns:
-        raise ConfigError(f"{where}: [] is not allowed, give at least one column, or None for all")
-    for name in columns or ():
-        if name not in known:
-            raise ConfigError(
-                f'{where}: "{name}" is no column{suggest(name, known) or f", choose {one_of(known)}" if known else ""}'
-            )
+def _value(found: Any) -> Any:
+    """A value of a column as Python has it; lists of numbers are NumPy arrays."""
+    from pyarrow import types
 
-
-def row_of(batch: Any, row: int) -> dict[str, Any]:
-    """One row of a table or record batch: column to value; lists of numbers are NumPy arrays."""
-    return {name: _value(batch.column(at), row) for at, name in enumerate(batch.schema.names)}
-
-
-def _value(column: Any, row: int) -> Any:
-    found = column[row]
-    values = getattr(found, "values", None)
-    if values is not None and hasattr(values, "null_count") and not values.null_count and _is_number(values.type):
+    values: Any = getattr(found, "values", None)
+    is_whole = values is not None and hasattr(values, "null_count") and not values.null_count
+    if is_whole and (types.is_integer(values.type) or types.is_floating(values.type)):
         return values.to_numpy(zero_copy_only=False).copy()
     return found.as_py()
-
-
-def _is_number(kind: Any) -> bool:
-    import pyarrow as package
-
-    return bool(package.types.is_integer(kind) or package.types.is_floating(kind))
 
 
 _STREAM = b"\xff\xff\xff\xff"
 
 
-class _ArrowReader:
-    """An open Arrow file: the ends of its record batches, and the one that was read last."""
-
-    def __init__(self, path: Path, columns: list[str] | None) -> None:
-        import pyarrow as package
-
-        data, self.columns = package.memory_map(str(path)), columns
-        if bytes(data.read_at(4, 0)) == _STREAM:
-            # No index says where its batches are: their headers are read, one after the other.
-            reader = package.ipc.open_stream(data)
-            batches = list(reader)
-            self._read: Any = batches.__getitem__
-            sizes = [batch.num_rows for batch in batches]
-        else:
-            reader = package.ipc.open_file(data)
-            self._read = reader.get_batch
-            sizes = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
-        self.names = reader.schema.names
-        self.ends = np.cumsum(sizes, dtype=np.int64)
-        self._last: tuple[int, Any] = (-1, None)
-
-    def batch(self, number: int) -> Any:
-        if self._last[0] != number:
-            found = self._read(number)
-            self._last = number, found.select(self.columns) if self.columns else found
-        return self._last[1]
-
-
 @DATASETS.register_module()
-class ArrowFiles(FileSource):
+class ArrowFiles(_TableFiles):
     """Rows of Arrow and Feather files, as dicts of columns; the files are mapped into memory.
 
     Arrow files may be of the file format or of the stream format, which the data sets of Hugging Face are kept in.
+    ``local_shuffle`` is of use for compressed files, whose record batches are decoded as a whole.
 
     Args:
-        paths, transform: see FileSource.
+        paths, transform, local_shuffle: see FileSource.
         columns: names of the columns to read; None: all.
-        local_shuffle: see FileSource. Of use for compressed files, whose record batches are decoded as a whole.
+        cached: record batches that a process keeps.
 
     Raises:
         ConfigError: pyarrow is missing, or a column is.
@@ -112,38 +133,28 @@ class ArrowFiles(FileSource):
 
     suffixes = (".arrow", ".feather", ".ipc")
 
-    def __init__(
-        self,
-        paths: Any,
-        *,
-        columns: list[str] | None = None,
-        transform: Any = None,
-        local_shuffle: PositiveInt | None = None,
-        where: str = "",
-    ) -> None:
-        where = where or "ArrowFiles"
-        pyarrow(where)
-        self.columns, self._where = columns, where
-        super().__init__(paths, transform=transform, local_shuffle=local_shuffle, where=where)
+    def _open(self, path: Path) -> _OpenTable:
+        import pyarrow
 
-    def _count(self, path: Path) -> int:
-        opened = self._open(path)
-        check_columns(self.columns, opened.names, f"{self._where}.columns")
-        return int(opened.ends[-1]) if len(opened.ends) else 0
-
-    def _open(self, path: Path) -> Any:
-        return _ArrowReader(path, self.columns)
-
-    def _read(self, opened: _ArrowReader, row: int) -> Any:
-        number = int(np.searchsorted(opened.ends, row, side="right"))
-        return row_of(opened.batch(number), row - (int(opened.ends[number - 1]) if number else 0))
-
-
-# ParquetFiles: rows of Parquet files, read by row group.
+        data = pyarrow.memory_map(str(path))
+        reader: Any
+        if bytes(data.read_at(4, 0)) == _STREAM:
+            # No index says where its batches are: their headers are read, one after the other.
+            reader = pyarrow.ipc.open_stream(data)
+            batches = list(reader)
+            read, sizes = batches.__getitem__, [batch.num_rows for batch in batches]
+        else:
+            reader = pyarrow.ipc.open_file(data)
+            read = reader.get_batch
+            sizes = [read(number).num_rows for number in range(reader.num_record_batches)]
+        columns = self.columns
+        return _OpenTable(
+            path, reader.schema.names, sizes, lambda at: read(at).select(columns) if columns else read(at)
+        )
 
 
 @DATASETS.register_module()
-class ParquetFiles(FileSource):
+class ParquetFiles(_TableFiles):
     """Rows of Parquet files, as dicts of columns. A row group is decoded as a whole, and kept for the next rows.
 
     Shuffling moves whole row groups, and mixes the rows of four of them: reading any row after any other would decode a
@@ -164,61 +175,22 @@ class ParquetFiles(FileSource):
 
     suffixes = (".parquet", ".pq")
 
-    def __init__(
-        self,
-        paths: Any,
-        *,
-        columns: list[str] | None = None,
-        transform: Any = None,
-        local_shuffle: PositiveInt | None = None,
-        cached: PositiveInt = MIXED + 1,
-        where: str = "",
-    ) -> None:
-        where = where or "ParquetFiles"
-        if cached < 1:
-            raise ConfigError(f"{where}.cached: {cached} is not allowed, give 1 or more")
-        pyarrow(where)
-        self.columns, self.cached, self._where = columns, cached, where
-        self._group_ends: dict[Path, list[int]] = {}
-        self._tables: OrderedDict[tuple[str, int], Any] = OrderedDict()
-        super().__init__(paths, transform=transform, local_shuffle=local_shuffle, where=where)
+    def _open(self, path: Path) -> _OpenTable:
+        import pyarrow.parquet
 
-    def _count(self, path: Path) -> int:
-        opened = self._open(path)
-        facts = opened.metadata
-        check_columns(self.columns, opened.schema_arrow.names, f"{self._where}.columns")
-        sizes = [facts.row_group(number).num_rows for number in range(facts.num_row_groups)]
-        self._group_ends[path] = np.cumsum(sizes, dtype=np.int64).tolist()
-        return int(facts.num_rows)
+        found = pyarrow.parquet.ParquetFile(path, memory_map=True)
+        sizes = [found.metadata.row_group(number).num_rows for number in range(found.metadata.num_row_groups)]
 
-    def _open(self, path: Path) -> Any:
-        import pyarrow.parquet as parquet
+        def read(number: int) -> Any:
+            return found.read_row_group(number, columns=self.columns, use_threads=False).combine_chunks()
 
-        found = parquet.ParquetFile(path, memory_map=True)
-        found.path = path
-        return found
-
-    def _read(self, opened: Any, row: int) -> Any:
-        ends = self._group_ends[opened.path]
-        group = int(np.searchsorted(ends, row, side="right"))
-        key = os.fspath(opened.path), group
-        if key not in self._tables:
-            while len(self._tables) >= self.cached:
-                self._tables.popitem(last=False)
-            table = opened.read_row_group(group, columns=self.columns, use_threads=False)
-            self._tables[key] = table.combine_chunks()
-        self._tables.move_to_end(key)
-        return row_of(self._tables[key], row - (ends[group - 1] if group else 0))
+        return _OpenTable(path, found.schema_arrow.names, sizes, read)
 
     def order_of_pass(self, seed: int, number: int, shuffle: bool) -> Order:
         """See FileSource."""
         if shuffle and self.local_shuffle is None:
-            from ..stream_orders import LocalOrder
-
             return LocalOrder(self._block_ends(1), seed, number)
-        return (
-            super().order_of_pass(seed, number, shuffle) if shuffle else default_order(len(self), seed, number, False)
-        )
+        return super().order_of_pass(seed, number, shuffle)
 
     def _block_ends(self, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         groups, before = [], 0
@@ -231,6 +203,3 @@ class ParquetFiles(FileSource):
             return ends
         # The last row group that begins below each multiple of the size; the end of all is one of the ends.
         return np.unique(ends[np.minimum(np.searchsorted(ends, np.arange(size, ends[-1] + size, size)), len(ends) - 1)])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_tables": OrderedDict()}

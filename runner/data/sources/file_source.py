@@ -18,10 +18,14 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 from torch.utils.data import Dataset
 
+from ....core.base.config import PositiveInt
 from ....core.base.errors import ConfigError, DataError, FlexTrainError, counted, nearest
 from ....core.base.registry import FUNCTIONS
+from ....core.torch_compat.torch_private import with_values
 from ..stream_orders import LocalOrder, Order, default_order
 
 # The files of a source: found by name or pattern, each once, with a fingerprint of what is in them.
@@ -191,8 +195,8 @@ class FileSource(Dataset[Any]):
         paths: Any,
         *,
         transform: Any = None,
-        local_shuffle: int | None = None,
-        index_dir: str | os.PathLike[str] | None = None,
+        local_shuffle: PositiveInt | None = None,
+        index_dir: str | Path | None = None,
         where: str = "",
     ) -> None:
         where = where or type(self).__name__
@@ -328,14 +332,13 @@ def as_data_error(what: object, error: Exception) -> Exception:
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 SUFFIX = ".ftindex"
-_MAGIC = b"ftindex1"
-_ALIGNED = 64
+"""Ending of an index, which is a file of safetensors."""
 
 _not_kept: dict[str, Arrays] = {}
 """Indexes that no folder takes, of this process and of workers that are forked off."""
 
 
-def index_of(path: Path, kind: str, make: Callable[[], Arrays], index_dir: str | os.PathLike[str] | None) -> Arrays:
+def index_of(path: Path, kind: str, make: Callable[[], Arrays], index_dir: str | Path | None) -> Arrays:
     """Return the index of a data file; made and kept at the first call, and again when the file has changed.
 
     Args:
@@ -355,7 +358,7 @@ def kept(
     facts: Mapping[str, Any],
     make: Callable[[], Arrays],
     beside: Path | None,
-    index_dir: str | os.PathLike[str] | None,
+    index_dir: str | Path | None,
 ) -> Arrays:
     """Return arrays from the first folder that has them with these facts; else make them, and keep them.
 
@@ -376,21 +379,22 @@ def kept(
     files = [folder / f"{xxhash.xxh3_64_hexdigest(str(whose).encode())}-{name}"]  # files of one name may meet there
     if index_dir is None and beside is not None:
         files.insert(0, beside / name)
-    key = f"{whose} {json.dumps(facts, sort_keys=True)}"
+    said = json.dumps(facts, sort_keys=True)
+    key = f"{whose} {said}"
     if key in _not_kept:
         return _not_kept[key]
     for file in files:
-        if (found := _open(file, facts)) is not None:
+        if (found := _open(file, said)) is not None:
             return found
     made: Arrays | None = None  # once, however many folders refuse it
     for file in files:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             with _alone(file):
-                if (found := _open(file, facts)) is None:
+                if (found := _open(file, said)) is None:
                     made = make() if made is None else made
-                    _write(file, facts, made)
-                    found = _open(file, facts)
+                    _write(file, said, made)
+                    found = _open(file, said)
             if found is not None:
                 return found
         except PermissionError:
@@ -432,50 +436,36 @@ def _alone(file: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _write(file: Path, facts: Mapping[str, Any], arrays: Arrays) -> None:
-    columns, at = {}, 0
-    for name, array in arrays.items():
-        columns[name] = [array.dtype.str, at, len(array)]
-        at += -(-array.nbytes // _ALIGNED) * _ALIGNED
-    header = json.dumps({"facts": facts, "columns": columns, "bytes": at}).encode()
-    begin = -(-(len(_MAGIC) + 8 + len(header)) // _ALIGNED) * _ALIGNED
+def _write(file: Path, facts: str, arrays: Arrays) -> None:
     temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with temporary.open("wb") as out:
-            out.write(_MAGIC + len(header).to_bytes(8, "little") + header)
-            for (_, offset, _), array in zip(columns.values(), arrays.values(), strict=True):
-                out.seek(begin + offset)
-                out.write(np.ascontiguousarray(array).data)
-            out.truncate(begin + at)
-            out.flush()
-            os.fsync(out.fileno())
+        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, temporary, {"facts": facts})
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
         temporary.replace(file)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _open(file: Path, facts: Mapping[str, Any]) -> Arrays | None:
+def _open(file: Path, facts: str) -> Arrays | None:
     """The arrays of an index file, mapped into memory; None if it is missing, damaged, or of other data."""
     try:
-        with file.open("rb") as opened:
-            if opened.read(len(_MAGIC)) != _MAGIC:
+        with safe_open(file, framework="pt") as opened, with_values():
+            if (opened.metadata() or {}).get("facts") != facts:
                 return None
-            length = int.from_bytes(opened.read(8), "little")
-            begin = -(-(len(_MAGIC) + 8 + length) // _ALIGNED) * _ALIGNED
-            if length > 2**24:
-                return None
-            header = json.loads(opened.read(length))
-            if header["facts"] != json.loads(json.dumps(facts)) or file.stat().st_size != begin + header["bytes"]:
-                return None
-        return {
-            # A view without memmap's own methods is read faster.
-            name: np.asarray(np.memmap(file, np.dtype(kind), "r", begin + offset, (count,)))
-            if count
-            else np.empty(0, kind)
-            for name, (kind, offset, count) in header["columns"].items()
-        }
-    except (OSError, ValueError, KeyError, TypeError):
+            return {name: opened.get_tensor(name).numpy() for name in opened.keys()}  # noqa: SIM118 - it has no __iter__
+    except (OSError, SafetensorError):
         return None
+
+
+_COMPRESSED = (b"\x1f\x8b", b"BZ", b"\x28\xb5")
+
+
+def refuse_compressed(path: Path, what: str) -> None:
+    """Raise DataError if a file is compressed, in which ``what`` cannot be found."""
+    with path.open("rb") as file:
+        if file.read(2) in _COMPRESSED:
+            raise DataError(f"{path}: is compressed, its {what} cannot be found by number; decompress it")
 
 
 # OpenBytes: a file that is open for reading spans of bytes.

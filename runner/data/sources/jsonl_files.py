@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ....core.base.config import PositiveInt
-from ....core.base.errors import DataError
 from ....core.base.registry import DATASETS
-from .file_source import FileSource, OpenBytes, index_of
+from .file_source import FileSource, OpenBytes, index_of, refuse_compressed
 
 _CHUNK = 2**24
 _BLANK = b" \t\r\n"
@@ -49,19 +47,6 @@ class JsonlFiles(FileSource):
 
     suffixes = (".jsonl", ".ndjson")
 
-    def __init__(
-        self,
-        paths: Any,
-        *,
-        transform: Any = None,
-        local_shuffle: PositiveInt | None = None,
-        index_dir: str | Path | None = None,
-        where: str = "",
-    ) -> None:
-        super().__init__(
-            paths, transform=transform, local_shuffle=local_shuffle, index_dir=index_dir, where=where or "JsonlFiles"
-        )
-
     def _count(self, path: Path) -> int:
         return len(self._index(path)) - 1
 
@@ -87,11 +72,9 @@ def _starts(path: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
     size = path.stat().st_size
     if size > 2**30:
         logger.info(f"{path}: reads {size / 2**30:.1f} GiB once to find its lines")
+    refuse_compressed(path, "lines")
     found, at = [np.zeros(1, np.int64)], 0
     with path.open("rb") as file:
-        if file.read(4)[:2] in (b"\x1f\x8b", b"BZ", b"\x28\xb5"):
-            raise DataError(f"{path}: is compressed, its lines cannot be found by number; decompress it")
-        file.seek(0)
         while chunk := file.read(_CHUNK):
             found.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10) + (at + 1))
             at += len(chunk)

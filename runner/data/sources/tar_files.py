@@ -13,7 +13,7 @@ import numpy as np
 from ....core.base.config import PositiveInt
 from ....core.base.errors import DataError
 from ....core.base.registry import DATASETS
-from .file_source import Arrays, FileSource, OpenBytes, index_of
+from .file_source import Arrays, FileSource, OpenBytes, index_of, refuse_compressed
 
 _BLOCK = 512
 
@@ -65,9 +65,7 @@ class TarFiles(FileSource):
         where: str = "",
     ) -> None:
         self.decode = decode
-        super().__init__(
-            paths, transform=transform, local_shuffle=local_shuffle, index_dir=index_dir, where=where or "TarFiles"
-        )
+        super().__init__(paths, transform=transform, local_shuffle=local_shuffle, index_dir=index_dir, where=where)
 
     def _count(self, path: Path) -> int:
         return len(self._index(path)["ends"])
@@ -117,9 +115,7 @@ def _members(path: Path) -> Arrays:
     ends: list[int] = []
     keys: set[str] = set()
     size, after, last = path.stat().st_size, 0, None
-    with path.open("rb") as file:
-        if file.read(4)[:2] in (b"\x1f\x8b", b"BZ", b"\x28\xb5"):
-            raise DataError(f"{path}: is compressed, its members cannot be found by number; decompress it")
+    refuse_compressed(path, "members")
     if not size:
         return _arrays(names, offsets, sizes, ends)
     try:
