@@ -6,6 +6,8 @@ is no tensor, which may execute any code; here the pickles are only described, a
 
 from __future__ import annotations
 
+import io
+import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,7 +39,17 @@ from .weights_file import MODEL, entry, label
 INDEX = ".metadata"
 _MAX_NAME = 4096
 _MAX_CHUNKS = 10**7
-_DAMAGE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, EOFError, MemoryError, RecursionError)
+_DAMAGE = (
+    LookupError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    ArithmeticError,
+    EOFError,
+    MemoryError,
+    RecursionError,
+    pickle.UnpicklingError,
+)
 
 Offsets = tuple[int, ...]
 
@@ -98,9 +110,7 @@ def read_index(path: Path) -> Index:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise CheckpointError(f"{path}: has {path.stat().st_size} bytes, more than {MAX_BYTES} are not read")
-        with path.open("rb") as file:
-            content = describe(file, _known, _no_storage)
-        return _index_of(path, content)
+        return _index_of(path, describe(io.BytesIO(path.read_bytes()), _known, _no_storage))
     except ForbiddenNameError as error:
         raise CheckpointError(
             f"{path}: cannot be read, it holds {one_line(error)}, which no index of torch.distributed.checkpoint has, and "

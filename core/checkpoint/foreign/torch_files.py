@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-import pickletools
+import pickle
 import re
 import struct
 import sys
@@ -12,89 +12,18 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, TypeAlias
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from ...base.errors import CheckpointError
 
-# A part of a mapped file, used like the whole of one.
-
-
-class MappedSpan:
-    """A part of a mapped file, which reads, seeks and slices like a mapped file of its own.
-
-    Args:
-        data: the mapped file.
-        begin: offset of the part, in bytes.
-        length: its size in bytes.
-
-    Raises:
-        ValueError: the part is not inside the file.
-    """
-
-    def __init__(self, data: mmap.mmap, begin: int, length: int) -> None:
-        if not 0 <= begin <= begin + length <= len(data):
-            raise ValueError("a part that is not inside the file")
-        self._data, self._begin, self._length = data, begin, length
-        self._at = 0
-
-    def __enter__(self) -> MappedSpan:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        pass
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, part: slice) -> bytes:
-        begin, end, _ = part.indices(self._length)
-        return self._data[self._begin + begin : self._begin + max(begin, end)]
-
-    def tell(self) -> int:
-        """The position of the next byte to read."""
-        return self._at
-
-    def seek(self, position: int, whence: int = 0) -> int:
-        """Move to a position from the beginning (0), from here (1), or from the end (2).
-
-        Raises:
-            ValueError: it is outside of the part.
-        """
-        position += (0, self._at, self._length)[whence]
-        if not 0 <= position <= self._length:
-            raise ValueError("a position outside of the part")
-        self._at = position
-        return position
-
-    def seekable(self) -> bool:
-        """True, as for a file."""
-        return True
-
-    def read(self, size: int | None = -1) -> bytes:
-        """Read at most ``size`` bytes; -1 or None: all that are left."""
-        end = self._length if size is None or size < 0 else min(self._length, self._at + size)
-        found = self[self._at : end]
-        self._at = end
-        return found
-
-    def readline(self) -> bytes:
-        """Read up to the end of a line, or to the end of the part."""
-        end = self._data.find(b"\n", self._begin + self._at, self._begin + self._length)
-        return self.read(-1 if end < 0 else end + 1 - self._begin - self._at)
-
-
-Mapped: TypeAlias = "mmap.mmap | MappedSpan"
-
-
 # Parse a pickle safely: read its content without importing or executing anything that it names.
 #
-# A pickle is a program that may call anything that can be imported. The machine here follows its instructions, but it
-# imports nothing and calls only the functions that it was given. It builds dicts, lists and tuples, and every class
-# or function that the program names must be known in advance.
+# A pickle is a program that may call anything that can be imported. Python's own machine follows its instructions here,
+# but it imports nothing and calls only the functions that it was given. It builds dicts, lists and tuples, and every
+# class or function that the program names must be known in advance.
 #
 # Two alternatives were tried with tests/checkpoint/test_sources.py and test_attacks.py, and have these problems:
 #
@@ -102,8 +31,8 @@ Mapped: TypeAlias = "mmap.mmap | MappedSpan"
 #   and cannot map files of the format before torch 1.6, so that every process would hold the whole file. torch 2.6 trusts
 #   the sizes in a file: a storage of 16 bytes that claims 65,536 elements exposes the memory behind it (2.15 refuses it).
 #   Safe globals belong to the whole process, and leaving ``safe_globals`` removes those that the user has added.
-# - ``pickle.Unpickler`` with our own ``find_class`` clears 64 GiB of memory for a single instruction (LONG_BINPUT), and
-#   never finishes hashing a key of deeply nested tuples.
+# - ``pickle.Unpickler``, which is written in C, clears 64 GiB of memory for a single instruction (LONG_BINPUT), and its
+#   instructions cannot be overridden: it never finishes hashing a key of deeply nested tuples.
 
 
 # A pickle of weights has names and shapes only; a larger one has something else.
@@ -111,13 +40,17 @@ MAX_BYTES = 256 * 2**20
 
 Known = Callable[[str], Callable[..., Any] | None]
 """Returns, for ``module.name``, the function to call instead; None: the name is not allowed."""
-_MARK = object()
 
 
 class Inert:
     """Placeholder for an ignored object; instructions of a pickle have no effect on it."""
 
     def __init__(self, *_: object) -> None: ...
+
+    def _ignore(self, *_: object) -> Inert:
+        return Inert()
+
+    __call__ = __setitem__ = append = extend = add = _ignore
 
 
 class Record:
@@ -132,188 +65,107 @@ class Record:
 
 
 class Named:
-    """A class or function that a pickle names, with the function to call instead."""
+    """A class or function that a pickle names, which is called with the function to call instead."""
 
     def __init__(self, name: str, make: Callable[..., Any]) -> None:
         self.name, self.make = name, make
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.make(*arguments)
 
 
 class ForbiddenNameError(CheckpointError):
     """A pickle names a class or function that is not allowed."""
 
 
-def describe(file: IO[bytes], known: Known, persistent: Callable[[Any], Any]) -> Any:
+def describe(file: IO[bytes] | mmap.mmap, known: Known, persistent: Callable[[Any], Any]) -> Any:
     """Parse one pickle at the current position of ``file``, which is left at the first byte after it.
 
     Args:
-        file: open, binary.
+        file: open, binary; it must not take memory for bytes that it does not have.
         known: returns the replacement of a class or function that the pickle names.
         persistent: returns the object for a persistent id, by which torch refers to storages.
 
     Raises:
         ForbiddenNameError: the pickle names something that ``known`` does not allow.
-        ValueError, LookupError, TypeError: it is not a pickle, or it is damaged.
+        pickle.UnpicklingError, ValueError, LookupError, TypeError: it is not a pickle, or it is damaged.
     """
-    machine = _Machine(known, persistent)
-    start = file.tell()
-    for opcode, argument, position in pickletools.genops(file):
-        if (position or 0) - start > MAX_BYTES:
-            raise CheckpointError(f"its pickle has more than {MAX_BYTES} bytes, which names and shapes do not need")
-        machine.step(opcode.name, argument)
-    return machine.stack.pop()
+    machine = _Machine(file, encoding="latin-1")
+    machine.known, machine.persistent_load = known, persistent
+    return machine.load()
 
 
-class _Machine:
-    """The stack machine that runs a pickle's instructions; see the documentation of ``pickletools``."""
+_InPython: Any = pickle._Unpickler
 
-    def __init__(self, known: Known, persistent: Callable[[Any], Any]) -> None:
-        self.known, self.persistent = known, persistent
-        self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
 
-    def step(self, name: str, argument: Any) -> None:
-        """Run one instruction."""
-        if name in _LITERALS:
-            self.stack.append(argument)
-        elif name in _CONSTANTS:
-            self.stack.append(_CONSTANTS[name]())
-        elif name in _INSTRUCTIONS:
-            _INSTRUCTIONS[name](self, argument)
-        elif name not in ("PROTO", "FRAME", "STOP"):
-            raise ValueError(f"instruction {name}")
+class _Machine(_InPython):  # type: ignore[misc]
+    """Python's machine for pickles in Python, without the instructions that change or hash whatever they are given."""
 
-    def pop_to_mark(self) -> list[Any]:
-        """Remove and return the items since the last mark."""
-        items = []
-        while (item := self.stack.pop()) is not _MARK:
-            items.append(item)
-        return items[::-1]
+    known: Known
 
-    # Names
-
-    def name(self, argument: str) -> None:
-        """Push a class or function; the argument is "module name"."""
-        self.stack.append(self._global(argument.replace(" ", ".", 1)))
-
-    def name_from_stack(self, _: object) -> None:
-        """Push a class or function, with module and name from the stack."""
-        module, name = self._pop(2)
-        self.stack.append(self._global(f"{module}.{name}"))
-
-    def _global(self, name: str) -> Named:
+    def find_class(self, module: str, name: str) -> Named:
+        """Return what stands for a class or function; nothing is imported."""
         # Protocol 2, which torch.save uses, has the module name of Python 2.
-        name = re.sub(r"^__builtin__\.", "builtins.", name)
-        make = self.known(name)
+        full = f"{'builtins' if module == '__builtin__' else module}.{name}"
+        make = self.known(full)
         if make is None:
-            raise ForbiddenNameError(name)
-        return Named(name, make)
+            raise ForbiddenNameError(full)
+        return Named(full, make)
 
-    # Calls of the replacement functions
+    def make_ignored(self) -> None:
+        """Push a placeholder for an object of a class that is called with keywords."""
+        del self.stack[-3:]
+        self.append(Inert())
 
-    def call(self, _: object) -> None:
-        """Call a function with a tuple of arguments, both from the stack."""
-        function, arguments = self._pop(2)
-        self.stack.append(self._call(function, arguments))
-
-    def call_with_keywords(self, _: object) -> None:
-        """Push a placeholder: this instruction makes objects of classes, which are ignored."""
-        self._pop(3)
-        self.stack.append(Inert())
-
-    def call_marked(self, _: object) -> None:
-        """Call a function with arguments, all since the last mark."""
-        function, *arguments = self.pop_to_mark()
-        self.stack.append(self._call(function, tuple(arguments)))
-
-    def call_named(self, argument: str) -> None:
-        """Call the function that the instruction names, with the arguments since the last mark."""
-        arguments = tuple(self.pop_to_mark())
-        self.stack.append(self._call(self._global(argument.replace(" ", ".", 1)), arguments))
-
-    def _call(self, function: Any, arguments: Any) -> Any:
-        if isinstance(function, Inert):
-            return Inert()
-        if not isinstance(function, Named) or not isinstance(arguments, tuple):
-            raise TypeError("a call of something that is no function")
-        return function.make(*arguments)
-
-    def set_state(self, _: object) -> None:
+    def set_state(self) -> None:
         """Keep the attributes of a Record; those of other objects are ignored."""
-        (state,) = self._pop(1)
+        state = self.stack.pop()
         if isinstance(self.stack[-1], Record):
             self.stack[-1].state = state
 
-    def by_id(self, _: object) -> None:
-        """Push the object of a persistent id, which is outside of the pickle."""
-        self.stack.append(self.persistent(self.stack.pop()))
-
-    # Containers
-
-    def append(self, _: object) -> None:
-        """Append one item to a list."""
-        (item,) = self._pop(1)
-        self._extend([item])
-
-    def extend(self, _: object) -> None:
-        """Append the items since the last mark to a list."""
-        self._extend(self.pop_to_mark())
-
-    def _extend(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if isinstance(target, list):
-            target.extend(items)
-        elif not isinstance(target, Inert):
-            raise TypeError("items for what is no list")
-
-    def set_item(self, _: object) -> None:
+    def set_item(self) -> None:
         """Add one item to a dict."""
-        self._update(self._pop(2))
+        items = self.stack[-2:]
+        del self.stack[-2:]
+        self._update(items)
 
-    def update(self, _: object) -> None:
+    def set_items(self) -> None:
         """Add the items since the last mark to a dict."""
-        self._update(self.pop_to_mark())
+        self._update(self.pop_mark())
 
     def _update(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if isinstance(target, dict):
-            target.update(pairs(zip(items[::2], items[1::2], strict=True)))
-        elif not isinstance(target, Inert):
-            raise TypeError("items for what is no dict")
+        for key, value in pairs(zip(items[::2], items[1::2], strict=True)).items():
+            self.stack[-1][key] = value
 
-    def marked_dict(self, _: object) -> None:
+    def push_dict(self) -> None:
         """Push a dict of the items since the last mark."""
-        items = self.pop_to_mark()
-        self.stack.append(pairs(zip(items[::2], items[1::2], strict=True)))
+        items = self.pop_mark()
+        self.append(pairs(zip(items[::2], items[1::2], strict=True)))
 
-    def forget_marked(self, _: object) -> None:
-        """Drop the items since the last mark: those of a set are ignored."""
-        self.pop_to_mark()
+    def push_set(self) -> None:
+        """Push a placeholder for an empty set, because its items would be hashed."""
+        self.append(Inert())
 
-    def frozen_set(self, _: object) -> None:
-        """Push a placeholder for a frozen set, which is ignored."""
-        self.pop_to_mark()
-        self.stack.append(Inert())
+    def push_frozen_set(self) -> None:
+        """Push a placeholder for a frozen set."""
+        self.pop_mark()
+        self.append(Inert())
 
-    # The stack
-
-    def duplicate(self, _: object) -> None:
-        """Push the topmost item again."""
-        self.stack.append(self.stack[-1])
-
-    def remember(self, index: int | None) -> None:
-        """Store the topmost item in the memo."""
-        self.memo[len(self.memo) if index is None else int(index)] = self.stack[-1]
-
-    def recall(self, index: int) -> None:
-        """Push an item of the memo."""
-        self.stack.append(self.memo[int(index)])
-
-    def _pop(self, count: int) -> list[Any]:
-        items = self.stack[-count:]
-        if len(items) < count or any(item is _MARK for item in items):
-            raise ValueError("too few items on the stack")
-        del self.stack[-count:]
-        return items
+    # It also knows no array of bytes, which takes its memory before there are bytes, and no registry of extensions.
+    dispatch = {
+        code: run
+        for code, run in _InPython.dispatch.items()
+        if bytes([code]) not in (pickle.BYTEARRAY8, pickle.EXT1, pickle.EXT2, pickle.EXT4)
+    } | {
+        pickle.NEWOBJ[0]: _InPython.load_reduce,
+        pickle.NEWOBJ_EX[0]: make_ignored,
+        pickle.BUILD[0]: set_state,
+        pickle.SETITEM[0]: set_item,
+        pickle.SETITEMS[0]: set_items,
+        pickle.DICT[0]: push_dict,
+        pickle.EMPTY_SET[0]: push_set,
+        pickle.FROZENSET[0]: push_frozen_set,
+    }
 
 
 def pairs(items: Any) -> dict[Any, Any]:
@@ -326,54 +178,14 @@ def pairs(items: Any) -> dict[Any, Any]:
 
 
 _PLAIN_TYPES = (str, bytes, int, float, type(None), Record)
-_LITERALS = {
-    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
-    *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
-    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
-}
-_CONSTANTS: Mapping[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": dict,
-    "EMPTY_SET": Inert,
-    "MARK": lambda: _MARK,
-}
-_INSTRUCTIONS: Mapping[str, Callable[[_Machine, Any], None]] = {
-    "GLOBAL": _Machine.name,
-    "STACK_GLOBAL": _Machine.name_from_stack,
-    "REDUCE": _Machine.call,
-    "NEWOBJ": _Machine.call,
-    "NEWOBJ_EX": _Machine.call_with_keywords,
-    "OBJ": _Machine.call_marked,
-    "INST": _Machine.call_named,
-    "BUILD": _Machine.set_state,
-    "BINPERSID": _Machine.by_id,
-    "APPEND": _Machine.append,
-    "APPENDS": _Machine.extend,
-    "SETITEM": _Machine.set_item,
-    "SETITEMS": _Machine.update,
-    "DICT": _Machine.marked_dict,
-    "LIST": lambda machine, _: machine.stack.append(machine.pop_to_mark()),
-    "TUPLE": lambda machine, _: machine.stack.append(tuple(machine.pop_to_mark())),
-    "TUPLE1": lambda machine, _: machine.stack.append(tuple(machine._pop(1))),
-    "TUPLE2": lambda machine, _: machine.stack.append(tuple(machine._pop(2))),
-    "TUPLE3": lambda machine, _: machine.stack.append(tuple(machine._pop(3))),
-    "ADDITEMS": _Machine.forget_marked,
-    "FROZENSET": _Machine.frozen_set,
-    "POP": lambda machine, _: machine.stack.pop() and None,
-    "POP_MARK": _Machine.forget_marked,
-    "DUP": _Machine.duplicate,
-    "PUT": _Machine.remember,
-    "BINPUT": _Machine.remember,
-    "LONG_BINPUT": _Machine.remember,
-    "MEMOIZE": _Machine.remember,
-    "GET": _Machine.recall,
-    "BINGET": _Machine.recall,
-    "LONG_BINGET": _Machine.recall,
-}
+
+
+class _Mapped(mmap.mmap):
+    """A mapped file with what zipfile asks of a file, which mmap has since Python 3.13."""
+
+    def seekable(self) -> bool:
+        """True, as for a file."""
+        return True
 
 
 # The first two values in a file of the format before torch 1.6.
@@ -464,10 +276,12 @@ class TorchFile:
         self._start, self.size = span or (0, self._file_size)
         self._begins: dict[str, int] = {}
         try:
-            with path.open("rb") as file:
-                whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                with whole, whole if span is None else MappedSpan(whole, *span) as data:
-                    self.content = self._read_zip(data) if data[:2] == b"PK" else self._read_legacy(data)
+            with (
+                path.open("rb") as file,
+                _Mapped(file.fileno(), self._start + self.size, access=mmap.ACCESS_READ) as data,
+            ):
+                is_zip = data[self._start : self._start + 2] == b"PK"
+                self.content = self._read_zip(data) if is_zip else self._read_legacy(data)
         except ForbiddenNameError as error:
             raise CheckpointError(
                 f"{path}: cannot be read as weights, it holds {error}, and loading that would execute code; "
@@ -486,7 +300,7 @@ class TorchFile:
 
         def tensor(stored: StoredTensor) -> Tensor:
             storage = stored.storage
-            begin = self._start + self._begins[storage.key] + storage.offset * storage.dtype.itemsize
+            begin = self._begins[storage.key] + storage.offset * storage.dtype.itemsize
             part = data[begin : begin + storage.nbytes]
             if begin % stored.dtype.itemsize:  # the old format does not align tensors
                 part = part.clone()
@@ -497,10 +311,9 @@ class TorchFile:
 
     # The formats
 
-    def _read_zip(self, data: Mapped) -> Any:
-        # A mapped file lacks what zipfile asks of one before Python 3.13.
-        view = data if isinstance(data, MappedSpan) else MappedSpan(data, 0, len(data))
-        with zipfile.ZipFile(view) as archive:
+    def _read_zip(self, data: _Mapped) -> Any:
+        # What is before a span is to zipfile what may be before any archive.
+        with zipfile.ZipFile(data) as archive:  # type: ignore[call-overload]
             records = {record.filename: record for record in archive.infolist()}
         root = next(iter(records)).partition("/")[0]
         if f"{root}/constants.pkl" in records:
@@ -510,16 +323,30 @@ class TorchFile:
         if packed:
             raise CheckpointError(f"{packed[0]} in it is compressed, which torch.save does not do")
         if byteorder := records.get(f"{root}/byteorder"):
-            _check_byteorder(_record(data, byteorder))
+            begin = self._begin(data, byteorder)
+            _check_byteorder(data[begin : begin + byteorder.file_size])
         sizes = {}
         for name, record in records.items():
             if name.startswith(f"{root}/data/"):
                 key = name.removeprefix(f"{root}/data/")
-                self._begins[key], sizes[key] = _begin(data, record), record.file_size
-        data.seek(_begin(data, records[f"{root}/data.pkl"]))
-        return describe(data, self._known, lambda given: self._storage(given, sizes))  # type: ignore[arg-type]
+                self._begins[key], sizes[key] = self._begin(data, record), record.file_size
+        content = records[f"{root}/data.pkl"]
+        if content.file_size > MAX_BYTES:
+            raise CheckpointError(f"its pickle has more than {MAX_BYTES} bytes, which names and shapes do not need")
+        data.seek(self._begin(data, content))
+        return describe(data, self._known, lambda given: self._storage(given, sizes))
 
-    def _read_legacy(self, data: Mapped) -> Any:
+    def _begin(self, data: _Mapped, record: zipfile.ZipInfo) -> int:
+        """Offset of a record's content in the file."""
+        local = data[record.header_offset : record.header_offset + 30]
+        name, extra = struct.unpack("<HH", local[26:30])
+        begin = record.header_offset + 30 + int(name) + int(extra)
+        if not self._start <= begin <= begin + record.file_size <= len(data):
+            raise ValueError("a record that is not all there")
+        return begin
+
+    def _read_legacy(self, data: _Mapped) -> Any:
+        data.seek(self._start)
         described = [self._without_storages(data) for _ in range(3)]
         if described[:2] != [_MAGIC, _PROTOCOL]:
             raise ValueError("no file of torch.save")
@@ -534,11 +361,11 @@ class TorchFile:
                 raise ValueError("a storage of two sizes")
             return found
 
-        content = describe(data, self._known, storage)  # type: ignore[arg-type]
+        content = describe(data, self._known, storage)
         for key in self._without_storages(data):
             (numel,) = struct.unpack("<q", data.read(8))
             begin, nbytes = data.tell(), storages[str(key)].nbytes
-            if numel != storages[str(key)].numel or begin + nbytes > self.size:
+            if numel != storages[str(key)].numel or begin + nbytes > len(data):
                 raise CheckpointError(f"a tensor of {nbytes} bytes exceeds the {self.size} bytes of the file")
             self._begins[str(key)] = begin
             data.seek(begin + nbytes)
@@ -546,8 +373,8 @@ class TorchFile:
             raise ValueError("a storage that is not there")
         return content
 
-    def _without_storages(self, data: Mapped) -> Any:
-        return describe(data, self._known, _no_storage)  # type: ignore[arg-type]
+    def _without_storages(self, data: _Mapped) -> Any:
+        return describe(data, self._known, _no_storage)
 
     def _storage(self, given: Any, sizes: Mapping[str, int]) -> Storage:
         found = _storage_of(given)
@@ -581,6 +408,7 @@ _DAMAGE = (
     MemoryError,
     RecursionError,
     NotImplementedError,
+    pickle.UnpicklingError,
     struct.error,
     zipfile.BadZipFile,
 )
@@ -589,21 +417,6 @@ _DAMAGE = (
 def _check_byteorder(written: bytes) -> None:
     if written != sys.byteorder.encode():
         raise CheckpointError("it was written on a machine with another byte order")
-
-
-def _begin(data: Mapped, record: zipfile.ZipInfo) -> int:
-    """Offset of a record's content in the file."""
-    local = data[record.header_offset : record.header_offset + 30]
-    name, extra = struct.unpack("<HH", local[26:30])
-    begin = record.header_offset + 30 + int(name) + int(extra)
-    if begin + record.file_size > len(data):
-        raise ValueError("a record that is not all there")
-    return begin
-
-
-def _record(data: Mapped, record: zipfile.ZipInfo) -> bytes:
-    begin = _begin(data, record)
-    return data[begin : begin + min(record.file_size, 16)]
 
 
 def _no_storage(_: Any) -> Any:
@@ -626,7 +439,7 @@ def _storage_of(given: Any) -> Storage:
 
 def _subclass(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
     """Called instead of torch's function that makes tensors with attributes and subclasses of tensors."""
-    return function.make(*arguments)
+    return function(*arguments)
 
 
 def _attribute(owner: Any, name: Any) -> Inert:
