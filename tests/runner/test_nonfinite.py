@@ -24,7 +24,7 @@ from flextrain.runner.reporting import LogProcessor, MessageHub
 from flextrain.testing import WorkerGroup
 
 from .nonfinite import BadBatch, Poison, saved, train_badly, warnings_in
-from .training import SGD, Net, Samples, differences, make_runner, validation, whole_state
+from .training import SGD, At, Net, Samples, differences, make_runner, validation, whole_state
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -91,19 +91,6 @@ def test_a_last_update_that_spoils_the_weights(tmp_path: Path) -> None:
         runner.train()
 
 
-def test_nothing_to_say(tmp_path: Path) -> None:
-    go(tmp_path)
-    assert warnings_in(tmp_path) == []
-
-
-@pytest.mark.parametrize("interval, iteration", [(1, 7), (3, 7), (50, 7)])
-@pytest.mark.parametrize("by_epoch", [False, True])
-def test_whatever_the_interval(tmp_path: Path, interval: int, iteration: int, by_epoch: bool) -> None:
-    train_cfg = dict(max_epochs=3) if by_epoch else dict(by_epoch=False, max_iters=20)
-    go(tmp_path, BadBatch(7), train_cfg=train_cfg, **logger_every(interval))
-    assert warnings_in(tmp_path)[0].startswith(f"Iteration {iteration}: loss is nan")
-
-
 @pytest.fixture
 def slow_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every line is written as soon as it is due, as where lines are further apart."""
@@ -117,11 +104,6 @@ def test_it_is_said_at_1_10_and_100_lines(tmp_path: Path, slow_loop: None) -> No
     assert "Training ended" in last
 
 
-def test_what_comes_after_the_last_line(tmp_path: Path, slow_loop: None) -> None:
-    go(tmp_path, BadBatch(24), iters=25)
-    assert warnings_in(tmp_path)[0].startswith("Iteration 24: loss is nan; likewise in 2 of the last 5 iterations; ")
-
-
 @pytest.mark.parametrize("by_epoch", [False, True])
 def test_lines_that_are_written_several_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_epoch: bool
@@ -129,44 +111,28 @@ def test_lines_that_are_written_several_at_a_time(
     monkeypatch.setattr(line_queue, "GAP_S", 60.0)
     monkeypatch.setattr(line_queue, "HOLD_S", 60.0)
 
-    class Looks(Hook):
-        priority = "LOWEST"
-        seen: list[int]
-
-        def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-            self.seen = [*getattr(self, "seen", []), runner.message_hub.readings]
-
-    looks = Looks()
+    seen: list[int] = []
+    look = At("after_train_iter", lambda runner, *args, **kwargs: seen.append(runner.message_hub.readings), "LOWEST")
     train_cfg = dict(max_epochs=21) if by_epoch else dict(by_epoch=False, max_iters=147)
-    go(tmp_path, BadBatch(3), looks, train_cfg=train_cfg, **logger_every(1))
+    go(tmp_path, BadBatch(3), look, train_cfg=train_cfg, **logger_every(1))
     # The first line is written at once; the others when an epoch ends, or when half of what is kept is unread.
     first = 7 if by_epoch else 51
     # At the end of an epoch that comes after the hooks of its last iteration.
     unread = first if by_epoch else first - 1
-    assert looks.seen[: unread + 1] == [1] * unread + [2]
+    assert seen[: unread + 1] == [1] * unread + [2]
     said = warnings_in(tmp_path)
     assert said[0].startswith(f"Iteration 3: loss is nan; likewise in {first - 2} of the last {first - 1} iterations; ")
     assert not any("finite again" in line for line in said)
     assert "Training ended with NaN or infinity in 4 parameters" in said[-1]
 
 
-def test_values_that_are_kept_no_more(tmp_path: Path) -> None:
-    go(tmp_path, BadBatch(3), iters=150, **logger_every(150))
-    assert warnings_in(tmp_path)[0].startswith("Iteration 51 or before: loss is nan; likewise in 100 of the last 150")
-
-
 @pytest.mark.parametrize("interval, said_at", [(50, 50), (5, 10)])
 def test_without_a_logger(tmp_path: Path, interval: int, said_at: int) -> None:
-    class Line(Hook):
-        priority = "LOWEST"
-
-        def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-            self.lines = [*getattr(self, "lines", []), len(warnings_in(tmp_path))]
-
-    line = Line()
-    go(tmp_path, BadBatch(7), line, iters=60,
+    lines: list[int] = []
+    look = At("after_train_iter", lambda *args, **kwargs: lines.append(len(warnings_in(tmp_path))), "LOWEST")
+    go(tmp_path, BadBatch(7), look, iters=60,
        default_hooks=dict(checkpoint=None, logger=None, nonfinite=dict(interval=interval)))  # fmt: skip
-    assert line.lines.index(1) + 1 == said_at
+    assert lines.index(1) + 1 == said_at
     assert warnings_in(tmp_path)[0].startswith("Iteration 7: loss is nan")
 
 
@@ -177,16 +143,6 @@ class Silent(LogProcessor):
         return {}, "a line"
 
 
-def test_lines_that_nothing_is_read_for(tmp_path: Path) -> None:
-    go(tmp_path, BadBatch(7), iters=200, log_processor=Silent(by_epoch=False), **logger_every(4))
-    assert warnings_in(tmp_path)[0].startswith("Iteration 7: loss is nan; likewise in 2 of the last 8 iterations; ")
-
-
-def test_a_parameter_that_somebody_else_has_spoilt(tmp_path: Path) -> None:
-    go(tmp_path, Poison(4, "net.3.bias", math.inf))
-    assert warnings_in(tmp_path)[0].startswith("Iteration 5: loss is ")
-
-
 class Steep(Net):
     """A finite loss with infinite gradients: the root's slope at zero."""
 
@@ -195,14 +151,6 @@ class Steep(Net):
         if mode == "loss" and self.training:
             result["loss"] = result["loss"] + (self.net[0].bias * 0.0).abs().sum().sqrt()
         return result
-
-
-def test_a_gradient_norm_alone(tmp_path: Path) -> None:
-    clipped = dict(optimizer=SGD, clip_grad=dict(max_norm=1.0))
-    go(tmp_path, iters=1, model=partial(Steep, dropout=0.0), optim_wrapper=clipped, **logger_every(1))
-    said = warnings_in(tmp_path)[0]
-    assert said.startswith("Iteration 1: grad_norm is ")
-    assert "loss" not in said
 
 
 def test_infinite_gradients_under_loss_scaling_are_nothing_to_speak_of(tmp_path: Path) -> None:
@@ -220,11 +168,6 @@ def test_a_nan_loss_under_loss_scaling_is(tmp_path: Path) -> None:
     assert said[0] == f"Iteration 7: loss is nan; all weights are finite; {ADVICE}"
     assert said[1] == "Iteration 20: losses and gradient norms are finite again"
     assert len(said) == 2
-
-
-def test_accumulation(tmp_path: Path) -> None:
-    go(tmp_path, BadBatch(7), optim_wrapper=dict(optimizer=SGD, accumulative_counts=2))
-    assert warnings_in(tmp_path)[0].startswith("Iteration 7: loss is nan")
 
 
 class TwoParts(BaseModel):
@@ -254,14 +197,38 @@ def two(**options: Any) -> OptimWrapperDict:
     return OptimWrapperDict(**{name: build_optim_wrapper(dict(optimizer=SGD, **options)) for name in "ab"})
 
 
-def test_two_optimizers(tmp_path: Path) -> None:
-    go(tmp_path, BadBatch(7), model=TwoParts, optim_wrapper=two())
-    assert warnings_in(tmp_path)[0].startswith("Iteration 7: a_loss is nan, b_loss is nan, loss is nan; likewise in")
+SCALARS = dict(optimizer=SGD, clip_grad=dict(max_norm=1.0))
+FIRST: dict[str, tuple[list[Hook], Changes, str]] = {
+    "every line": ([BadBatch(7)], logger_every(1), "Iteration 7: loss is nan"),
+    "every third": ([BadBatch(7)], logger_every(3), "Iteration 7: loss is nan"),
+    "one line": ([BadBatch(7)], logger_every(50), "Iteration 7: loss is nan"),
+    "epochs": ([BadBatch(7)], dict(train_cfg=dict(max_epochs=3), **logger_every(50)), "Iteration 7: loss is nan"),
+    "after the last line": ([BadBatch(24)], dict(iters=25), "Iteration 24: loss is nan; likewise in 2 of the last 5 iterations; "),
+    "kept no more": ([BadBatch(3)], dict(iters=150, **logger_every(150)), "Iteration 51 or before: loss is nan; likewise in 100 of the last 150"),
+    "nothing is read": (
+        [BadBatch(7)],
+        dict(iters=200, log_processor=Silent(by_epoch=False), **logger_every(4)),
+        "Iteration 7: loss is nan; likewise in 2 of the last 8 iterations; ",
+    ),
+    "spoilt by others": ([Poison(4, "net.3.bias", math.inf)], {}, "Iteration 5: loss is "),
+    "norm": ([], dict(iters=1, model=partial(Steep, dropout=0.0), optim_wrapper=SCALARS, **logger_every(1)), "Iteration 1: grad_norm is "),
+    "accumulation": ([BadBatch(7)], dict(optim_wrapper=dict(optimizer=SGD, accumulative_counts=2)), "Iteration 7: loss is nan"),
+    "two optimizers": ([BadBatch(7)], dict(model=TwoParts, optim_wrapper=two()), "Iteration 7: a_loss is nan, b_loss is nan, loss is nan; likewise in"),
+    "norms of two": (
+        [BadBatch(7)],
+        dict(model=Nameless, optim_wrapper=two(clip_grad=dict(max_norm=1.0))),
+        "Iteration 7: a.grad_norm is nan, b.grad_norm is nan; likewise in",
+    ),
+}  # fmt: skip
 
 
-def test_two_optimizers_whose_norms_tell(tmp_path: Path) -> None:
-    go(tmp_path, BadBatch(7), model=Nameless, optim_wrapper=two(clip_grad=dict(max_norm=1.0)))
-    assert warnings_in(tmp_path)[0].startswith("Iteration 7: a.grad_norm is nan, b.grad_norm is nan; likewise in")
+@pytest.mark.parametrize("name", FIRST)
+def test_what_is_said_first(tmp_path: Path, slow_loop: None, name: str) -> None:
+    hooks, changes, said = FIRST[name]
+    go(tmp_path, *hooks, **changes)
+    first = warnings_in(tmp_path)[0]
+    assert first.startswith(said)
+    assert name != "norm" or "loss" not in first
 
 
 def test_metrics_of_a_validation_are_left_alone(tmp_path: Path) -> None:
@@ -280,11 +247,6 @@ def test_a_resumed_run_looks_at_its_own_figures(tmp_path: Path) -> None:
 
 
 # Ignoring, raising
-
-
-def test_ignored(tmp_path: Path) -> None:
-    go(tmp_path, BadBatch(7), action="ignore")
-    assert warnings_in(tmp_path) == []
 
 
 def raised(folder: Path, *hooks: Hook, **changes: Any) -> str:
@@ -374,16 +336,11 @@ def test_raising_about_gradients(tmp_path: Path) -> None:
     clipped = dict(optimizer=dict(type="SGD", lr=0.0), clip_grad=dict(max_norm=1.0))
     loader = dict(batch_size=4, dataset=samples, collate_fn="default_collate")
 
-    class Harmless(Hook):
-        """Weights stay as they were."""
+    def mend(runner: Any, *args: Any, **kwargs: Any) -> None:
+        for parameter in runner.model.parameters():
+            parameter.detach().nan_to_num_(0.1)
 
-        def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-            for parameter in runner.model.parameters():
-                parameter.detach().nan_to_num_(0.1)
-
-        priority = "HIGH"
-
-    text = raised(tmp_path, Harmless(), iters=1, model=partial(Steep, dropout=0.0), optim_wrapper=clipped,
+    text = raised(tmp_path, At("after_train_iter", mend, "HIGH"), iters=1, model=partial(Steep, dropout=0.0), optim_wrapper=clipped,
                   train_dataloader=loader, **logger_every(1))  # fmt: skip
     assert text.startswith("Iteration 1: grad_norm is ")
     assert text.endswith(
@@ -409,30 +366,22 @@ def test_raising_about_gradients(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_skipped_update_changes_nothing(tmp_path: Path, wrapper: Changes, value: float) -> None:
-    class Compare(Hook):
-        priority = "HIGHEST"
+    before: dict[str, Any] = {}
+    changed: list[list[str]] = []
 
-        def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-            self.before = whole_state(runner)
+    def look(runner: Any, *args: Any, **kwargs: Any) -> None:
+        before.update(whole_state(runner))
 
-        def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-            pass
+    def compare(runner: Any, *args: Any, **kwargs: Any) -> None:
+        changed.append([key for key in differences(whole_state(runner), before) if key != "wrapper"])
 
-    class After(Hook):
-        priority = "LOWEST"
-        found: list[list[str]] = []
-
-        def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-            changed = differences(whole_state(runner), compare.before)
-            self.found = [*self.found, [key for key in changed if key != "wrapper"]]
-
-    compare, after = Compare(), After()
     adam = dict(type="AdamW", lr=0.02, weight_decay=0.1)
     schedule = dict(type="LinearLR", start_factor=0.1, end=10, by_epoch=False)
     ema = dict(type="EMAHook", momentum=0.1)
-    go(tmp_path, compare, BadBatch(7, 8, value=value), ema, after, action="skip", param_scheduler=schedule,
+    hooks = At("before_train_iter", look, "HIGHEST"), BadBatch(7, 8, value=value), ema
+    go(tmp_path, *hooks, At("after_train_iter", compare, "LOWEST"), action="skip", param_scheduler=schedule,
        optim_wrapper=dict(optimizer=adam, **wrapper), iters=10)  # fmt: skip
-    assert [not changed for changed in after.found] == [number in (7, 8) for number in range(1, 11)]
+    assert [not keys for keys in changed] == [number in (7, 8) for number in range(1, 11)]
     first = warnings_in(tmp_path)[:1]
     if math.isnan(value):
         assert first[0].startswith("Iteration 7: loss is nan")
@@ -721,7 +670,8 @@ def test_a_figure_that_is_not_averaged(tmp_path: Path, workers2: WorkerGroup) ->
 
 
 def test_nothing_is_kept_that_was_not_asked_for(tmp_path: Path) -> None:
-    runner = go(tmp_path, action="ignore")
+    runner = go(tmp_path, BadBatch(7), action="ignore")
+    assert warnings_in(tmp_path) == []
     assert runner.message_hub.beside is None
     assert not any(type(hook).__name__ == "NonFiniteHook" for hook in runner.hooks)
 

@@ -124,6 +124,24 @@ class Watch(Hook):
         self.losses.append(outputs["loss"])
 
 
+class At(Hook):
+    """Calls a function at a hook point, with the runner and what else a hook is given there."""
+
+    def __init__(self, point: str, function: Callable[..., object], priority: str = "NORMAL") -> None:
+        setattr(self, point, function)
+        self.priority = priority
+
+
+class Outputs(Hook):
+    """Keeps what every update gave to log, as it came."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Tensor]] = []
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self.seen.append(outputs)
+
+
 class SaveEvery(Hook):
     """Saves ``iter_<n>`` after the updates whose numbers it is given; None: after every one."""
 
