@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,19 @@ from ..core.device.precision import acts_as_norm
 # Parameter groups of a constructor: merged where they are equal, and held against the model's parameters.
 
 
+def _noting(name: str, *, all_keys: bool = False) -> Any:
+    """A method of dict that notes the key it is given as read, or all keys."""
+
+    def method(self: NotedReads, *arguments: Any) -> Any:
+        if all_keys:
+            self._unread.clear()
+        else:
+            self._unread.discard(str(arguments[0]))
+        return getattr(dict, name)(self, *arguments)
+
+    return method
+
+
 class NotedReads(dict[str, Any]):
     """A dict that knows which of its keys nobody has read; whoever goes through all of it has read them all."""
 
@@ -36,49 +49,12 @@ class NotedReads(dict[str, Any]):
 
     def unnoted(self) -> dict[str, Any]:
         """A copy, which counts as no reading."""
-        return {key: super(NotedReads, self).__getitem__(key) for key in super().__iter__()}
+        return dict(dict.items(self))
 
-    def __getitem__(self, key: str) -> Any:
-        self._unread.discard(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self._unread.discard(str(key))
-        return super().__contains__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """See dict."""
-        self._unread.discard(key)
-        return super().get(key, default)
-
-    def pop(self, key: str, *default: Any) -> Any:
-        """See dict."""
-        self._unread.discard(key)
-        return super().pop(key, *default)
-
-    def __iter__(self) -> Iterator[str]:
-        self._unread.clear()
-        return super().__iter__()
-
-    def keys(self) -> Any:
-        """See dict."""
-        self._unread.clear()
-        return super().keys()
-
-    def values(self) -> Any:
-        """See dict."""
-        self._unread.clear()
-        return super().values()
-
-    def items(self) -> Any:
-        """See dict."""
-        self._unread.clear()
-        return super().items()
-
-    def copy(self) -> dict[str, Any]:
-        """See dict."""
-        self._unread.clear()
-        return super().copy()
+    __getitem__, __contains__, get, pop = map(_noting, ("__getitem__", "__contains__", "get", "pop"))
+    __iter__, keys, values, items, copy = (
+        _noting(name, all_keys=True) for name in ("__iter__", "keys", "values", "items", "copy")
+    )
 
 
 def merged(groups: Any, where: str, kind: str) -> list[dict[str, Any]]:
@@ -562,18 +538,14 @@ def _warn(maker: Any, given: NotedReads, names: Iterable[str], where: str) -> No
         )
 
 
-def make_optimizer(recipe: OptimizerRecipe, model: nn.Module, replace: Callable[[Any], Any] | None = None) -> Optimizer:
+def make_optimizer(recipe: OptimizerRecipe, model: nn.Module) -> Optimizer:
     """Create the torch optimizer for the model's parameters.
 
     Args:
         recipe: from ``check_optimizer``.
         model: the user's module, on its device.
-        replace: returns the tensor to optimize for each parameter; default: the parameter itself.
     """
-    groups = make_groups(recipe, model)
-    if replace is not None:
-        groups = [{**group, "params": [replace(parameter) for parameter in group["params"]]} for group in groups]
-    return make_for(recipe, groups)
+    return make_for(recipe, make_groups(recipe, model))
 
 
 def make_for(recipe: OptimizerRecipe, groups: list[dict[str, Any]]) -> Optimizer:

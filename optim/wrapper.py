@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,80 +27,12 @@ from .gradients import ModelGroup
 from .param_groups import check_optimizer, make_for, make_optimizer
 from .trial import Samples, resumes, why_not_usable
 
-# State of an OptimWrapper in torch's own format, for training loops of one's own.
-
-
 _SCALER = "loss_scaler"
 _MMENGINES = (_SCALER, "apex_amp", "base_param_settings")
 """Keys that MMEngine adds to those of torch; the last one only has what its get_lr() shows."""
 
 
-class Wrapper(Protocol):
-    """What is used of an OptimWrapper."""
-
-    where: str
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The torch optimizer."""
-
-    def plain_values(self) -> dict[str, Any]:
-        """Return the loss scale as ``scaler``, if there is one."""
-
-    def load_plain_values(self, state: dict[str, Any]) -> None:
-        """Continue from ``plain_values``."""
-
-    def model_parameter(self, parameter: Tensor) -> Tensor:
-        """Return the model's parameter for one of the optimizer's."""
-
-
-def state_of(wrapper: Wrapper, *, is_part: bool) -> dict[str, Any]:
-    """Return the torch optimizer's ``state_dict``, with the loss scale as ``loss_scaler`` where losses are scaled.
-
-    Args:
-        is_part: other processes have other parameters of the model.
-
-    Raises:
-        StrategyError: the state is not whole, or the optimizer is not built yet.
-    """
-    _check_whole(wrapper, "state_dict", is_part)
-    state: dict[str, Any] = wrapper.optimizer.state_dict()
-    scaler = wrapper.plain_values().get("scaler")
-    return state if scaler is None else {**state, _SCALER: scaler}
-
-
-def load(wrapper: Wrapper, state: dict[str, Any], *, is_part: bool) -> None:
-    """Continue from the result of ``state_of``.
-
-    Raises:
-        CheckpointError: it is no state of an optimizer, or of one with other parameters.
-        StrategyError: as ``state_of``.
-    """
-    _check_whole(wrapper, "load_state_dict", is_part)
-    if not {"state", "param_groups"} <= state.keys():
-        found = ", ".join(map(str, state)) or "nothing"
-        raise CheckpointError(
-            f"{wrapper.where}.load_state_dict: has {found}, give what state_dict() returned: state and param_groups"
-        )
-    own = {key: value for key, value in state.items() if key not in _MMENGINES}
-    try:
-        wrapper.optimizer.load_state_dict(own)
-    except ValueError as error:  # other groups, or other numbers of parameters
-        raise CheckpointError(f"{wrapper.where}.load_state_dict: {error}") from error
-    if scaler := state.get(_SCALER):
-        wrapper.load_plain_values({"scaler": scaler})
-
-
-def _check_whole(wrapper: Wrapper, method: str, is_part: bool) -> None:
-    """Raise StrategyError if parameters are sharded, or are float32 masters of others."""
-    parameters = [parameter for group in wrapper.optimizer.param_groups for parameter in group["params"]]
-    if any(isinstance(parameter, DTensor) for parameter in parameters) or is_part:
-        raise in_strategy(wrapper, method, "this process holds a part of the optimizer's state")
-    if any(wrapper.model_parameter(parameter) is not parameter for parameter in parameters):
-        raise in_strategy(wrapper, method, "torch's format has no float32 masters of half-precision weights")
-
-
-def in_strategy(wrapper: Wrapper, method: str, reason: str) -> StrategyError:
+def in_strategy(wrapper: OptimWrapper, method: str, reason: str) -> StrategyError:
     """Return the error that says where the state is instead."""
     return StrategyError(
         f"{wrapper.where}.{method}(): {reason}; runner.save_checkpoint and runner.load_checkpoint have all of it, and so "
@@ -355,14 +287,6 @@ class OptimWrapper:
         """The wrappers that hold a torch optimizer, by name; a single wrapper has the empty name."""
         return {"": self}
 
-    def model_parameter(self, parameter: Tensor) -> Tensor:
-        """Return the model's parameter for one of the optimizer's; they differ if float32 masters are kept."""
-        return parameter
-
-    def master(self, parameter: Tensor) -> Tensor:
-        """Return the float32 master of a model's parameter, or the parameter itself if it has none."""
-        return parameter
-
     def refresh(self) -> None:
         """Copy masters into the model's parameters, after something else has written to the masters."""
 
@@ -448,7 +372,7 @@ class OptimWrapper:
             hook(self)
         self.adapter.begin_update()
         if self.guard is not None:
-            self.guard.spoil(self._given_gradients(), self._model_group)
+            self.guard.spoil(gradients.gradients(self.param_groups), self._model_group)
         self._unscale()
         norm = None if self.clip_grad is None else self._clip(self.clip_grad)
         applied = self._apply()
@@ -492,10 +416,6 @@ class OptimWrapper:
         self.optimizer.step()
         return True
 
-    def _given_gradients(self) -> list[Tensor]:
-        """Return the gradients that backward computed for this optimizer's parameters."""
-        return gradients.gradients(self.param_groups)
-
     # State, learning rate and momentum
 
     def plain_values(self) -> dict[str, Any]:
@@ -508,19 +428,41 @@ class OptimWrapper:
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state in torch's format, for a loop of one's own; a runner's checkpoints have it anyway.
 
+        Where losses are scaled, the loss scale is in it as ``loss_scaler``.
+
         Raises:
             StrategyError: this process has a part of the state only, or the optimizer is not built yet.
         """
-        return state_of(self, is_part=self._model_group is not None)
+        self._check_whole("state_dict")
+        state: dict[str, Any] = self.optimizer.state_dict()
+        scaler = self.plain_values().get("scaler")
+        return state if scaler is None else {**state, _SCALER: scaler}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a ``state_dict``, or from that of a torch optimizer or of MMEngine's OptimWrapper.
 
         Raises:
-            CheckpointError: it is neither.
+            CheckpointError: it is neither, or one of other parameters.
             StrategyError: as ``state_dict``.
         """
-        load(self, state, is_part=self._model_group is not None)
+        self._check_whole("load_state_dict")
+        if not {"state", "param_groups"} <= state.keys():
+            found = ", ".join(map(str, state)) or "nothing"
+            raise CheckpointError(
+                f"{self.where}.load_state_dict: has {found}, give what state_dict() returned: state and param_groups"
+            )
+        try:
+            self.optimizer.load_state_dict({key: value for key, value in state.items() if key not in _MMENGINES})
+        except ValueError as error:  # other groups, or other numbers of parameters
+            raise CheckpointError(f"{self.where}.load_state_dict: {error}") from error
+        if scaler := state.get(_SCALER):
+            self.load_plain_values({"scaler": scaler})
+
+    def _check_whole(self, method: str) -> None:
+        """Raise StrategyError if other processes have other parts of the state."""
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        if self._model_group is not None or any(isinstance(parameter, DTensor) for parameter in parameters):
+            raise in_strategy(self, method, "this process holds a part of the optimizer's state")
 
     def get_lr(self) -> dict[str, list[float]]:
         """Return the learning rate of every group, as ``{"lr": [...]}``."""

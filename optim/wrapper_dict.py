@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ..core.base.config import refuse_foreign
@@ -115,13 +115,6 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
                 raise StrategyError(
                     f"optim_wrapper.{name}: the model has no submodule of this name{suggest(name, parts)}"
                 )
-
-    def master(self, parameter: Tensor) -> Tensor:
-        """See OptimWrapper."""
-        for wrapper in self._wrappers.values():
-            if (master := wrapper.master(parameter)) is not parameter:
-                return master
-        return parameter
 
     def begin(self, index: int, size: int) -> None:
         """See OptimWrapper."""

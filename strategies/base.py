@@ -21,7 +21,7 @@ from ..core.comm.agreement import description, first_difference, raising_togethe
 from ..core.comm.collectives import share_weights
 from ..core.comm.topology import DataShard, Topology, use_shard
 from ..core.device.device import DeviceSpec, device_spec, select_device
-from ..core.device.precision import Precision, PrecisionReport, cast_parameters, dtypes, require
+from ..core.device.precision import Precision, PrecisionReport, dtypes, require
 from ..core.model.base_model import overrides
 from ..core.model.module_state import check_savable, check_sizes, check_trainable, tensor_names
 from ..core.random.generators import drawing_apart
@@ -104,11 +104,7 @@ def spread_updates(
     """
     names = {id(parameter): name for name, parameter in parameters}
     for wrapper in optim.wrappers.values():
-        own = {
-            names[id(wrapper.model_parameter(parameter))]: parameter
-            for group in wrapper.param_groups
-            for parameter in group["params"]
-        }
+        own = {names[id(parameter)]: parameter for group in wrapper.param_groups for parameter in group["params"]}
         kinds = {parameter.dtype for parameter in own.values()}
         index = topology.index_in_model
         everyones = dist.all_gather_object((index, set(own), kinds), topology.model)
@@ -356,7 +352,6 @@ class Strategy:
         noted = self.noted
         blueprint = noted.blueprint = Blueprint(model, shaped)
         as_made = ParametersAsMade(model, shaped)
-        cast_parameters(model, self.precision)
         if self.config.activation_checkpointing is not None:
             recompute(model, self.config.activation_checkpointing, trains=optim is not None)
         self._place(model)
@@ -497,9 +492,7 @@ class Strategy:
         The name is the one in the user's model; a tied parameter has the first of its names. Its type gives the
         layout: a ``torch.Tensor`` is whole on every process, a DTensor or FlatShard is a shard.
         """
-        optim = self.optim
-        state = {name: p if optim is None else optim.master(p) for name, p in self.parameters()}
-        return {name: tensor.detach() for name, tensor in state.items()} | self.buffers()
+        return {name: parameter.detach() for name, parameter in self.parameters()} | self.buffers()
 
     def _offered(self) -> dict[str, Tensor]:
         """Return this process's entries ``model.<name>`` for a checkpoint: its parameters, and the buffers it saves."""
@@ -612,14 +605,14 @@ class Strategy:
             return []
         names = {id(parameter): name for name, parameter in self.parameters()}
         found = [
-            (wrapper.model_parameter(parameter), wrapper, parameter, group)
+            (wrapper, parameter, group)
             for wrapper in self.optim.wrappers.values()
             for group in wrapper.param_groups
             for parameter in group["params"]
         ]
-        if not all(id(own) in names for own, *_ in found):
-            raise replaced(dict(self.parameters()), {id(own) for own, *_ in found})
-        return [(names[id(own)], *rest) for own, *rest in found]
+        if not all(id(parameter) in names for _, parameter, _ in found):
+            raise replaced(dict(self.parameters()), {id(parameter) for _, parameter, _ in found})
+        return [(names[id(parameter)], wrapper, parameter, group) for wrapper, parameter, group in found]
 
     # Precision
 
@@ -637,7 +630,7 @@ class Strategy:
         return PrecisionReport(
             compute=(compute,) if self.precision.autocast and compute is not None else stored,
             parameters=stored,
-            masters=dtypes([m for p in trainable if self.optim is not None and (m := self.optim.master(p)) is not p]),
+            masters=(),
             gradients=(self.precision.reduce,) if self.precision.reduce else stored,
             optimizer_state=dtypes(states),
         )
@@ -645,8 +638,6 @@ class Strategy:
     def _check_precision(self) -> None:
         """Raise StrategyError if the tensors do not have the dtypes of ``precision``."""
         asked, report = self.precision, self.precision_report()
-        if asked.param is not None and asked.param not in report.parameters:
-            require(asked.param, report.parameters, "parameters")
         if asked.autocast:
             # Autocast casts for computation only; stored parameters must stay in float32 for accurate updates.
             require(torch.float32, report.masters or report.parameters, "parameters under autocast")

@@ -47,7 +47,7 @@ class WithoutGradient:
 
     def __call__(self, optim: OptimWrapper) -> None:
         """Look at the gradients of an update, before they are clipped; no value is read."""
-        trained = (optim.model_parameter(parameter) for group in optim.param_groups for parameter in group["params"])
+        trained = (parameter for group in optim.param_groups for parameter in group["params"])
         names = [self._names[id(p)] for p in trained if p.requires_grad and p.grad is None]
         if names != self._before:
             self._before = names
@@ -295,7 +295,7 @@ class DDPStrategy(Strategy):
             raise StrategyError(f"model: rank {self.topology.rank} cannot reduce its gradients, {advice}") from error
 
     def _average_gradients(self, optim: OptimWrapper) -> None:
-        average([optim.model_parameter(p) for group in optim.param_groups for p in group["params"]], self.topology.data)
+        average([p for group in optim.param_groups for p in group["params"]], self.topology.data)
 
 
 @keep_own_buffers.register(DDPStrategy)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -75,22 +74,18 @@ class Precision:
 
     Attributes:
         compute: dtype of the arithmetic in forward and backward; None: the device's default for autocast.
-        param: dtype in which the model's floating-point parameters are stored; None leaves them unchanged.
-        keep_norm: normalisation layers keep their dtype when ``param`` is given.
         reduce: dtype in which gradients are reduced over processes; None: that of the gradients.
         loss_scale: "dynamic" or a factor, for float16; None: no loss scaling.
     """
 
     compute: torch.dtype | None = torch.float32
-    param: torch.dtype | None = None
-    keep_norm: bool = True
     reduce: torch.dtype | None = None
     loss_scale: float | Literal["dynamic"] | None = None
 
     @property
     def autocast(self) -> bool:
         """Whether forward runs under torch.autocast, because it computes in another dtype than the parameters'."""
-        return self.compute is not torch.float32 and self.param is None
+        return self.compute is not torch.float32
 
 
 @dataclass(frozen=True)
@@ -127,37 +122,9 @@ def dtypes(tensors: Any) -> tuple[torch.dtype, ...]:
     return tuple(sorted(found, key=str))
 
 
-def cast_parameters(module: nn.Module, precision: Precision) -> None:
-    """Store the module's floating-point parameters and buffers in ``precision.param``, and cast inputs and outputs.
-
-    Inputs of the outermost call are cast to ``param``, its outputs to float32, so that losses are computed in float32.
-    """
-    dtype = precision.param
-    if dtype is None:
-        return
-    for submodule in module.modules():
-        if precision.keep_norm and is_norm(submodule):
-            # A float32 normalisation layer between half-precision layers needs its input and output cast.
-            submodule.register_forward_pre_hook(_cast_hook(torch.float32), with_kwargs=True)
-            submodule.register_forward_hook(lambda _, __, output, d=dtype: cast_tensors(output, d))
-            continue
-        for tensor in (*submodule.parameters(recurse=False), *submodule.buffers(recurse=False)):
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.to(dtype)
-    module.register_forward_pre_hook(_cast_hook(dtype), with_kwargs=True)
-    module.register_forward_hook(lambda _, __, output: output_in_float32(output))
-
-
 def output_in_float32(output: Any) -> Any:
     """A model's output with floating-point tensors in float32, also in dataclasses and dicts of other classes."""
     return map_tensors(Tensor, lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, output)
-
-
-def _cast_hook(dtype: torch.dtype) -> Callable[..., Any]:
-    def cast(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
-
-    return cast
 
 
 def cast_tensors(data: Any, dtype: torch.dtype) -> Any:

@@ -11,6 +11,15 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 _ROUNDS = 8
 
 
+def hashed(numbers: Any) -> Any:
+    """Hash an array of uint64 in place, and return it: SplitMix64's finalizer without its last step, which moves no bit up."""
+    numbers ^= numbers >> np.uint64(30)
+    numbers *= np.uint64(0xBF58476D1CE4E5B9)
+    numbers ^= numbers >> np.uint64(27)
+    numbers *= np.uint64(0x94D049BB133111EB)
+    return numbers
+
+
 class Straight:
     """The identity permutation, with the interface of ``Shuffled``."""
 
@@ -23,8 +32,7 @@ class Shuffled:
 
     Source: a Feistel network over pairs of numbers below ``rows`` and ``columns``, whose product is ``size`` or a little
     more; a result of ``size`` or more is encrypted again. Black and Rogaway, Ciphers with Arbitrary Finite Domains
-    (CT-RSA 2002), who use four rounds and a stronger function. The function here is SplitMix64's finalizer, as in
-    ``core.generators.mix``.
+    (CT-RSA 2002), who use four rounds and a stronger function. The function here is ``hashed``.
 
     Args:
         size: how many numbers, at least 1.
@@ -59,11 +67,7 @@ class Shuffled:
 
 def _shifted(half: Any, other: Any, key: Any, size: int) -> Any:
     """Round function: add a hash of the other half and the key to one half, modulo ``size``."""
-    mixed = other ^ key
-    mixed ^= mixed >> np.uint64(30)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed = hashed(other ^ key)
     mixed >>= np.uint64(32)  # the better half; the finalizer's last step would only copy it into the other half
     mixed *= np.uint64(size)
     mixed >>= np.uint64(32)  # below size

@@ -46,8 +46,10 @@ def compiled(given: Any, where: str, *, regex: bool) -> list[tuple[str, re.Patte
     return found
 
 
-def matching(patterns: Iterable[tuple[str, re.Pattern[str]]], names: Sequence[str], where: str) -> set[str]:
-    """Return the names that match a pattern, themselves or by a module that they are in.
+def matching(
+    patterns: Iterable[tuple[str, re.Pattern[str]]], names: Sequence[str], where: str, what: str = "parameter"
+) -> set[str]:
+    """Return the names, each of a ``what``, that match a pattern, themselves or by a module that they are in.
 
     Raises:
         ConfigError: a pattern matches no name; the message has the nearest.
@@ -60,7 +62,7 @@ def matching(patterns: Iterable[tuple[str, re.Pattern[str]]], names: Sequence[st
             bare = text.strip("*.^$")
             near = nearest(bare, known) or nearest(text, known)
             hint = f', did you mean "{near}"?' if near else f", the model has {_first(known)}"
-            raise ConfigError(f'{where}: "{text}" matches no parameter{hint}')
+            raise ConfigError(f'{where}: "{text}" matches no {what}{hint}')
         chosen |= found
     return chosen
 

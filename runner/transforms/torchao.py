@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from ...core.base.errors import ConfigError, one_of, suggest
 from ...core.base.registry import TRANSFORMS
 from ...core.checkpoint.untrusted import one_line
 from ..reporting.reporter import import_extra
-from .freeze import compiled
+from .freeze import compiled, matching
 
 _FLOAT8 = (8, 9)
 """The compute capability from which on GPUs multiply float8."""
@@ -28,7 +27,7 @@ class Float8Training:
 
     Args:
         recipe: how values are scaled: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
-        patterns: names of linear layers, globs; default: all.
+        patterns: names of linear layers or of modules around them, globs; default: all.
         but: names of those that stay as they are, such as ``"lm_head"``.
         emulate: True: compute the same in float32, on any device, to try it out.
 
@@ -94,7 +93,7 @@ class Quantize:
 
     Args:
         config: a class of ``torchao.quantization``, such as "Int8WeightOnlyConfig", or an instance of one.
-        patterns: names of linear layers, globs; default: all.
+        patterns: names of linear layers or of modules around them, globs; default: all.
         but: names of those that stay as they are, such as ``"lm_head"``.
         options: arguments of the class.
 
@@ -149,7 +148,7 @@ class Quantize:
 
 
 class _Layers:
-    """Chooses linear layers by their names.
+    """Chooses linear layers by their names, or those of modules around them.
 
     Args:
         patterns, but: globs; None: all, and none.
@@ -168,20 +167,11 @@ class _Layers:
             ConfigError: there are none, or a pattern matches none.
         """
         linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        chosen = dict(linear) if self._patterns is None else self._matching(self._patterns, linear, "patterns")
-        for name in self._matching(self._but, linear, "but"):
-            chosen.pop(name, None)
+        names = list(linear)
+        chosen = set(names)
+        if self._patterns is not None:
+            chosen = matching(self._patterns, names, f"{self._where}.patterns", "linear layer")
+        chosen -= matching(self._but, names, f"{self._where}.but", "linear layer")
         if not chosen:
             raise ConfigError(f"{self._where}: the model has no linear layer to change")
-        return chosen
-
-    def _matching(
-        self, patterns: Sequence[tuple[str, re.Pattern[str]]], linear: dict[str, nn.Linear], key: str
-    ) -> dict[str, nn.Linear]:
-        found: dict[str, nn.Linear] = {}
-        for text, pattern in patterns:
-            own = {name: layer for name, layer in linear.items() if pattern.fullmatch(name)}
-            if not own:
-                raise ConfigError(f'{self._where}.{key}: "{text}" matches no linear layer{suggest(text, linear)}')
-            found |= own
-        return found
+        return {name: layer for name, layer in linear.items() if name in chosen}

@@ -212,7 +212,7 @@ class UsedParameters:
 
     def register(self, optim: OptimWrapper) -> None:
         """Agree before every update of this wrapper."""
-        own = [optim.model_parameter(p) for group in optim.param_groups for p in group["params"]]
+        own = [p for group in optim.param_groups for p in group["params"]]
         sharded = [parameter for parameter in own if isinstance(parameter, DTensor)]
         if sharded and self._data.count > 1:
             number, all_own = len(self._told), torch.zeros(2, len(sharded), dtype=torch.int8, device=self._device)
@@ -359,11 +359,6 @@ class FSDPStrategy(Strategy):
             check_no_max_norm(model, type(self).__name__)
         if optim is not None:
             check_dense(model, type(self).__name__)
-        if self.precision.param is not None:
-            raise StrategyError(
-                f"optim_wrapper: stores parameters in {self.precision.param}, FSDPStrategy stores them in float32 and "
-                "computes in strategy.mixed_precision.param_dtype"
-            )
         if self.config.mixed_precision is not None and self.precision.autocast:
             raise StrategyError(
                 "strategy.mixed_precision: the optim_wrapper asks for autocast too, give one of them; with "

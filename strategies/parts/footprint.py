@@ -53,12 +53,11 @@ def state_memory(strategy: Strategy) -> StateMemory:
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     wrappers = optim.wrappers.values() if optim is not None else ()
     states = [state_of_optimizer(wrapper.optimizer) for wrapper in wrappers]
-    masters = [master for p in trained if optim is not None and (master := optim.master(p)) is not p]
     elsewhere = {p.device.type for p in trained} - {strategy.device.type}
     return StateMemory(
         parameters=sum(map(size_of, kept.values())),
         gradients=sum(map(size_of, trained)) if optim is not None else 0,
-        optimizer_state=None if None in states else sum(state or 0 for state in states) + sum(map(size_of, masters)),
+        optimizer_state=None if None in states else sum(state or 0 for state in states),
         note="kept in host memory" if elsewhere == {"cpu"} else "",
     )
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
+from flextrain import AmpOptimWrapper, OptimWrapper
 from flextrain.testing.differences import FLOAT32_TOLERANCE, relative_difference, same_keys, same_numbers, same_tensors
 from flextrain.testing.loop import train
 from flextrain.testing.models import Batch, ConformanceNet
@@ -233,10 +233,3 @@ def test_masters_are_what_is_saved(tmp_path: Path, workers: WorkerFactory, name:
     assert len(rounded) == 0 < len(parameters), "the digits that bfloat16 has not are there, and so the test is one"
     workers(1).run(load_alone, saved)
     workers(2).run(resume, strategy, optim, saved, 0.0)
-
-
-def test_masters_of_half_precision_weights_on_one_device(tmp_path: Path, workers: WorkerFactory) -> None:
-    optim = ApexOptimWrapper(OPTIMIZERS["adamw"], opt_level="O2")
-    saved = workers(1).run(begin_and_save, STRATEGIES["single"], optim, tmp_path / "a")[0]
-    workers(1).run(load_alone, saved)
-    workers(1).run(resume, STRATEGIES["single"], optim, saved, 0.0)

@@ -192,7 +192,8 @@ def cases() -> dict[str, dict[str, Any]]:
     found = {f"chain-{i}": case for i, case in enumerate(CHAINS)}
     for schedule, configurations in SCHEDULES.items():
         for suffix in ("LR", "Momentum") if schedule != "OneCycle" else ("LR",):
-            for i, configuration in enumerate(configurations):
+            # One schedule is behind both names, so two configurations tell that the other one sets momentum.
+            for i, configuration in enumerate(configurations if suffix == "LR" else configurations[:2]):
                 options = {key: value for key, value in configuration.items() if key not in CASE_KEYS}
                 case = {key: value for key, value in configuration.items() if key in CASE_KEYS}
                 # Momentum is set in SGD's groups and in Adam's betas by turns.

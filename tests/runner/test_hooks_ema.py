@@ -339,29 +339,6 @@ def test_averages_that_nobody_loads_are_told(
     assert "not loaded" not in "".join(capsys.readouterr())
 
 
-def test_half_weights_with_masters_are_averaged_in_float32_and_validated(
-    new_run: Callable[..., FlexibleRunner],
-) -> None:
-    seen: list[torch.dtype] = []
-
-    class Look(Hook):
-        def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-            averages = hook.state_dict()
-            weight = runner.strategy.module.linear.weight
-            seen.append(weight.dtype)
-            assert torch.equal(weight, averages["averaged.linear.weight"].to(weight.dtype))
-
-    hook = EMAHook(momentum=0.1)
-    optim = {"type": "ApexOptimWrapper", "opt_level": "O2", "optimizer": {"type": "SGD", "lr": 0.1}}
-    run = new_run(optim_wrapper=optim, custom_hooks=[hook, Look()])
-    run.train()
-    assert set(seen) == {torch.float16}
-    masters = run.strategy.model_state()
-    assert masters["linear.weight"].dtype == torch.float32
-    weight = run.strategy.module.linear.weight  # type: ignore[union-attr]
-    assert torch.equal(weight, masters["linear.weight"].half())  # type: ignore[arg-type]
-
-
 def _average_of_shards() -> tuple[list[float], int, list[float]]:
     strategy = DDPStrategy()
     strategy.join()

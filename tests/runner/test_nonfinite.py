@@ -360,7 +360,6 @@ def test_raising_about_gradients(tmp_path: Path) -> None:
         dict(accumulative_counts=2),
         dict(type="AmpOptimWrapper", dtype="bfloat16"),
         dict(type="AmpOptimWrapper", dtype="float16"),
-        dict(type="ApexOptimWrapper", opt_level="O2", loss_scale=8.0),
     ],
     ids=str,
 )
@@ -399,7 +398,6 @@ def test_a_skipped_update_changes_nothing(tmp_path: Path, wrapper: Changes, valu
     [
         dict(),
         dict(type="AmpOptimWrapper", dtype="float16"),
-        dict(type="ApexOptimWrapper", opt_level="O2", loss_scale=8.0),
     ],
     ids=str,
 )

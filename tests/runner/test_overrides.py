@@ -127,6 +127,12 @@ def without(names: dict[str, str], *called: str, **more: str) -> dict[str, str]:
     return {name: why for name, why in names.items() if name not in called} | more
 
 
+AMP = without(
+    WRAPPER,
+    loss_scale="DeepSpeedStrategy alone asks, which takes no subclass",
+    loss_scaler=_USER,
+    cast_dtype=_USER,
+)
 CASES: list[Case] = [
     Case(Stateful, lambda kind: dict(custom_hooks=[kind()]), QUESTIONS, id="Hook"),
     Case(
@@ -166,19 +172,14 @@ CASES: list[Case] = [
     Case(
         AmpOptimWrapper,
         lambda kind: dict(optim_wrapper=kind(MINE, dtype="float16", clip_grad=CLIP), strategy=DDP),
-        without(
-            WRAPPER,
-            loss_scale="DeepSpeedStrategy alone asks, which takes no subclass",
-            loss_scaler=_USER,
-            cast_dtype=_USER,
-        ),
+        AMP,
         refused=NEVER_CALLED,
         again=True,
     ),
     Case(
         ApexOptimWrapper,
-        lambda kind: dict(optim_wrapper=kind(MINE, opt_level="O2", loss_scale=8.0), strategy=DDP),
-        without(WRAPPER, "is_built"),
+        lambda kind: dict(optim_wrapper=kind(MINE, opt_level="O1", loss_scale=8.0), strategy=DDP),
+        AMP,
         refused=NEVER_CALLED,
         again=True,
     ),
@@ -212,7 +213,6 @@ CASES: list[Case] = [
             WRAPPER | {"send_last": "the strategy calls it where gradient hooks of users come last"},
             clip_by="for strategy=dict(gradient_clipping=...)",
             make_another="a trial that torch's own optimizers are spared",
-            **dict.fromkeys(("master", "model_parameter"), "the engine has the masters"),
         ),
         refused=NEVER_CALLED,
         marks=(pytest.mark.deepspeed,),

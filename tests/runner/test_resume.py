@@ -211,7 +211,6 @@ CASES: dict[str, Changes] = {
     ),
     "float16": with_(optim_wrapper=HALF, param_scheduler=SCHEDULES[0]),
     "bfloat16": with_(optim_wrapper=dict(type="AmpOptimWrapper", optimizer=ADAMW, dtype="bfloat16")),
-    "half-weights": with_(optim_wrapper=dict(type="ApexOptimWrapper", optimizer=SGD, opt_level="O2", loss_scale=8.0)),
     "evaluation": with_(model=WithNorm, **validation()),
     "iterations-evaluation": with_(model=WithNorm, train_cfg=ITERATIONS, **validation()),
 }  # fmt: skip

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flextrain.core.base.errors import ConfigError, StrategyError
 from flextrain.core.checkpoint import Checkpoint, save_checkpoint
-from flextrain.optim import ApexOptimWrapper, OptimWrapper, OptimWrapperDict
+from flextrain.optim import OptimWrapper, OptimWrapperDict
 from flextrain.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from flextrain.testing import WorkerGroup
 
@@ -423,9 +423,8 @@ def test_two_optimizers_keep_the_processes_together(workers2: WorkerGroup) -> No
 # State
 
 
-def state_keys(options: dict[str, Any], half: bool) -> list[str]:
-    optim = ApexOptimWrapper(ADAM, opt_level="O2") if half else OptimWrapper(ADAM)
-    strategy, model, optim = prepared(None, optim, **options)
+def state_keys(options: dict[str, Any]) -> list[str]:
+    strategy, model, optim = prepared(None, OptimWrapper(ADAM), **options)
     for index in range(2):
         with optim.optim_context(model):
             loss = model(data(strategy.topology.rank, index))
@@ -450,9 +449,8 @@ def state_keys(options: dict[str, Any], half: bool) -> list[str]:
     ],
     ids=["plain", "compile", "recompute", "all"],
 )
-@pytest.mark.parametrize("half", [False, True], ids=["full", "half"])
-def test_keys_are_the_modules_own(workers2: WorkerGroup, options: dict[str, Any], half: bool) -> None:
-    first, second = workers2.run(state_keys, options, half)
+def test_keys_are_the_modules_own(workers2: WorkerGroup, options: dict[str, Any]) -> None:
+    first, second = workers2.run(state_keys, options)
     names = {name for name, _ in Net().named_parameters()}
     buffers = {name for name, _ in Net().named_buffers()}
     assert {key.removeprefix("model.") for key in first if key.startswith("model.")} == names | buffers

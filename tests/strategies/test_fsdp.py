@@ -28,7 +28,6 @@ from flextrain import (
 )
 from flextrain.core.base.registry import FUNCTIONS
 from flextrain.core.checkpoint import Checkpoint, save_checkpoint
-from flextrain.optim import ApexOptimWrapper
 from flextrain.strategies import SingleDeviceStrategy
 from flextrain.strategies.fsdp import strategy as fsdp_strategy
 from flextrain.strategies.fsdp import strategy as nodes
@@ -928,8 +927,6 @@ def setup_fails(case: str) -> str:
         options = dict(wrap=["Blok"])
     elif case == "two homes":
         options, optim = dict(mixed_precision=dict(param_dtype="bf16")), AmpOptimWrapper(SGD, dtype="bfloat16")
-    elif case == "half weights":
-        optim = ApexOptimWrapper(SGD, opt_level="O3")
     elif case == "offload":
         options = dict(cpu_offload=True)
     elif case == "copies":
@@ -967,7 +964,6 @@ def setup_fails(case: str) -> str:
             "ModuleList, Net",
         ),
         ("two homes", "strategy.mixed_precision: the optim_wrapper asks for autocast too, give one of them"),
-        ("half weights", "optim_wrapper: stores parameters in torch.float16"),
         ("offload", "strategy.cpu_offload: everything is in the host's memory already"),
         ("copies", "strategy.replicate_size: 2 does not divide the 1 processes"),
         (

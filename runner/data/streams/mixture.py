@@ -15,7 +15,7 @@ from ....core.base.config import PositiveInt
 from ....core.base.errors import ConfigError, counted
 from ....core.base.registry import DATASETS
 from ....core.random.generators import nth_seed
-from ....core.random.permutation import Indices
+from ....core.random.permutation import Indices, hashed
 from ..dataset_wrappers import build_dataset
 from ..samplers import tell_epoch
 from ..sources.file_source import print_of_parts
@@ -86,11 +86,7 @@ class MixtureSchedule:
     def _times(self, source: int, first: int, count: int) -> Any:
         """The times of samples ``first`` to ``first + count`` of a source."""
         keys = np.arange(first, first + count, dtype=np.uint64)
-        hashes = (keys + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + self._seeds[source]
-        hashes ^= hashes >> np.uint64(30)
-        hashes *= np.uint64(0xBF58476D1CE4E5B9)
-        hashes ^= hashes >> np.uint64(27)
-        hashes *= np.uint64(0x94D049BB133111EB)
+        hashes = hashed((keys + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + self._seeds[source])
         # Odd multiples of half a grain: no time is that of a whole sample, where rounding would decide.
         parts = ((hashes >> np.uint64(48)).astype(np.float64) * 2 + 1) / (2 * _GRAIN)
         return (keys.astype(np.float64) + parts) / self.shares[source]

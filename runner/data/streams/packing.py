@@ -18,7 +18,7 @@ from ....core.base.config import PositiveInt
 from ....core.base.errors import ConfigError, DataError, one_of
 from ....core.base.registry import DATASETS
 from ....core.random.generators import nth_seed
-from ....core.random.permutation import Indices
+from ....core.random.permutation import Indices, hashed
 from ..dataset_wrappers import build_dataset
 from ..samplers import tell_epoch
 from ..sources.file_source import SUFFIX, as_function, kept, print_of_parts
@@ -127,10 +127,7 @@ class DocumentIndex:
 def _shuffled(size: int, seed: int) -> Any:
     """A random order of a few numbers: sorted by their hashes, which are all different."""
     keys = np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
-    keys ^= keys >> np.uint64(30)
-    keys *= np.uint64(0xBF58476D1CE4E5B9)
-    keys ^= keys >> np.uint64(27)
-    keys *= np.uint64(0x94D049BB133111EB)
+    keys = hashed(keys)
     keys ^= keys >> np.uint64(31)
     return np.argsort(keys)
 

@@ -67,7 +67,7 @@ class Ties:
             dist.all_reduce(grad.to_local() if isinstance(grad, DTensor) else grad, group=group)
 
     def _of(self, optim: Any) -> Iterator[tuple[nn.Parameter, Any]]:
-        trained = {id(optim.model_parameter(p)) for group in optim.param_groups for p in group["params"]}
+        trained = {id(p) for group in optim.param_groups for p in group["params"]}
         return ((p, group) for p, group in self._shared if id(p) in trained and p.requires_grad)
 
 
