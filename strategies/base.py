@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -120,14 +120,6 @@ def kept_gradients(engine: str) -> StrategyError:
         f"train(): the last call ended in the middle of an update, and {engine} still has its gradients; make a new "
         "runner with resume=True, or with load_from"
     )
-
-
-@contextmanager
-def _within(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
 
 
 Optim = OptimWrapper | OptimWrapperDict
@@ -316,11 +308,7 @@ class Strategy:
             draws: the state of torch's generator on the CPU from which what changes ``model`` draws, so that it draws the
                 same under every strategy; None: the model is initialised, by its ``init_weights``.
         """
-        return NOTHING if model is None or draws is None else _within(drawing_apart(draws), self._context_like(model))
-
-    def _context_like(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context in which parameters are made like those of a model that was not set up yet."""
-        return NOTHING
+        return NOTHING if model is None or draws is None else drawing_apart(draws)
 
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """Give every process rank 0's weights, place and wrap the model, and build the optimizer; a collective.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,10 +24,10 @@ ALL = tuple(name for name in vars(nn.init) if name.endswith("_") and not name.st
 
 @contextmanager
 def initializing_with(
-    replacement: Callable[[Callable[..., Tensor]], Callable[..., Tensor]], names: Iterable[str] = tuple(READ_VALUES)
+    replacement: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
 ) -> Iterator[None]:
-    """Context in which functions of nn.init are what ``replacement`` gives for them, wherever they were imported by name."""
-    put_off = {function: replacement(function) for name in names if callable(function := getattr(nn.init, name))}
+    """Context in which these functions of nn.init are what ``replacement`` gives for them, wherever they were imported by name."""
+    put_off = {function: replacement(function) for name in READ_VALUES if callable(function := getattr(nn.init, name))}
     replaced = list(_mentions(put_off))
     for namespace, name, function in replaced:
         namespace[name] = put_off[function]

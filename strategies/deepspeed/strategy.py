@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -20,7 +19,6 @@ from ...core.comm.agreement import raising_together
 from ...core.comm.collectives import share_weights
 from ...core.device.precision import DTYPES, PrecisionReport, dtypes, require
 from ...core.model.base_model import calls_itself
-from ...core.model.deferred import LooksAtValues, constructed
 from ...core.torch_compat.torch_private import hooks_after_accumulating
 from ...optim.canonical import split_key
 from .. import gradient_hooks
@@ -40,7 +38,8 @@ from ..parts import (
     take_written,
 )
 from ..recomputation import compile_in_place
-from ..sharding import check_apart, check_dense, check_no_max_norm, check_real, make_contiguous
+from ..sharding import check_dense, check_no_max_norm, check_real, make_contiguous
+from ..without_memory import ModelWithoutMemory
 from . import engine_internals, swapping
 from .compiling import announced, init_distributed
 from .compiling import deepspeed as _deepspeed
@@ -56,7 +55,7 @@ from .half_precision import (
     take_out_frozen,
 )
 from .rehearsed import RehearsedZero
-from .split_init import drop_values, restore_linear, split_at_once, split_whole
+from .split_init import SplitInit, restore_linear
 from .swap_files import SwapFiles
 from .wrapper import DeepSpeedOptimWrapper, UsedAlike, UsedByNobody
 
@@ -124,8 +123,7 @@ class DeepSpeedStrategy(Strategy):
         self._nobody: UsedByNobody | None = None
         self._set_local_rank = False
         self._files = SwapFiles(self.config)
-        self._tells_looks = self._has_memory = False  # while a model is constructed: without memory, and with it
-        self._generators: dict[torch.Generator, Tensor] = {}
+        self._without_memory = ModelWithoutMemory(keep_zeros=False)
         self._by_name: Mapping[str, nn.Parameter] = {}
 
     # Setup and teardown
@@ -163,50 +161,12 @@ class DeepSpeedStrategy(Strategy):
         check_accelerator(_deepspeed(), self.device)
 
     def building(self, model: nn.Module | None = None, draws: Tensor | None = None) -> AbstractContextManager[Any]:
-        """See Strategy; stage 3 shards the parameters of each layer as soon as it is built, with rank 0's values.
-
-        While a model is initialised, its sharded parameters are gathered.
-        """
-        if model is not None:
-            return self._gathered(model) if draws is None else super().building(model, draws)
-        if self.config.zero_optimization.stage != 3 or not self.config.zero_init or self._has_memory:
-            return NOTHING
-        self.join()
-        return self._init_split()
-
-    @contextlib.contextmanager
-    def _init_split(self) -> Iterator[None]:
-        largest, keys = self._files.largest_while_built, self._keys_of_init()
-        self._generators = {}
-        try:
-            with (
-                swapping.param_files_in(torch.float32),
-                split_at_once(_deepspeed(), keys, self.topology.world_size, largest, self._generators),
-            ):
-                yield
-        except LooksAtValues as found:
-            if self._tells_looks:
-                raise
-            raise StrategyError(
-                f"model: looks at values of parameters that are split already while it is built or changed ({found}); give "
-                "strategy.zero_init=False, or the model as an instance"
-            ) from found
-
-    def _keys_of_init(self) -> dict[str, Any]:
-        return self._engine_config(Request(torch.float32, 0.0, 1, {}), stage=3, num_elements=10**12)
-
-    def _gathered(self, model: nn.Module) -> AbstractContextManager[Any]:
-        split = [parameter for parameter in model.parameters() if engine_internals.is_partitioned(parameter)]
-        if any(map(swapping.is_in_file, split)):
-            raise StrategyError(
-                f"model: {type(model).__name__}.init_weights() needs the whole model, which strategy.zero_optimization."
-                "offload_param keeps in files; initialise each layer in its constructor, or give strategy.zero_init=False"
-            )
-        return _deepspeed().zero.GatheredParameters(split, modifier_rank=0) if split else NOTHING
-
-    def _context_like(self, model: nn.Module) -> AbstractContextManager[Any]:
-        is_split = any(map(engine_internals.is_partitioned, model.parameters()))
-        return self._init_split() if is_split else NOTHING
+        """See Strategy; stage 3 builds without memory, and shards one parameter after the other in ``setup``."""
+        if self.config.zero_optimization.stage != 3 or not self.config.zero_init:
+            return super().building(model, draws)
+        return self._without_memory.building(
+            model, draws, lambda: super(DeepSpeedStrategy, self).building(model, draws)
+        )
 
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """See Strategy; the returned wrapper is a DeepSpeedOptimWrapper."""
@@ -222,6 +182,7 @@ class DeepSpeedStrategy(Strategy):
             if self._request.max_norm and wrapper.clip_grad is None:
                 wrapper.clip_by(self._request.max_norm)
         self._wrapper = wrapper
+        self._without_memory.note(model)
         return super().setup(model, wrapper)
 
     def _arranged(self) -> Arranged:
@@ -244,6 +205,8 @@ class DeepSpeedStrategy(Strategy):
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         self._check_model(model)
         check_real(model, "DeepSpeedStrategy")
+        if optim is not None:
+            self._without_memory.check_initialised(self.noted.read_later)
         stage = self.config.zero_optimization.stage
         if stage or self.topology.data.count > 1 or self._request.dtype is not torch.float32:
             check_no_max_norm(model, type(self).__name__)
@@ -283,13 +246,15 @@ class DeepSpeedStrategy(Strategy):
 
     def _place(self, model: nn.Module) -> None:
         make_contiguous(model)
-        whole = [parameter for parameter in model.parameters() if not engine_internals.is_partitioned(parameter)]
+        whole = [p for p in model.parameters() if not (engine_internals.is_partitioned(p) or p.is_meta)]
         for tensor in (*whole, *model.buffers()):
             tensor.data = tensor.data.to(self.device)
         share_weights(model, whole)
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         dtype, stage = self._request.dtype, self.config.zero_optimization.stage
+        if any(parameter.is_meta for parameter in model.parameters()):
+            self._split(model)
         optimizer = None
         frozen_groups: dict[str, dict[str, Any]] = {}
         if self._wrapper is not None:
@@ -346,6 +311,13 @@ class DeepSpeedStrategy(Strategy):
         lags = None if self._nobody is None else self._nobody.lags
         self._state = EngineState(self._engine, adapter, model, fragments, frozen, frozen_groups, lags)
         return self._engine  # type: ignore[no-any-return]
+
+    def _split(self, model: nn.Module) -> None:
+        """Shard the parameters of a model that was built without memory, with their values."""
+        self._files.prepare(model, self.topology.world_size)
+        keys = self._engine_config(Request(torch.float32, 0.0, 1, {}), stage=3, num_elements=10**12)
+        with swapping.param_files_in(torch.float32):
+            SplitInit(_deepspeed(), keys, self.device).run(model, self._without_memory)
 
     def _call_hooks(self, hooked: Mapping[str, Hooked], optim: Optim) -> None:
         stage, data = self.config.zero_optimization.stage, self.topology.data
@@ -500,35 +472,11 @@ class DeepSpeedStrategy(Strategy):
 def _(
     strategy: DeepSpeedStrategy, make: Callable[[], nn.Module], initialise: Callable[[nn.Module], None] | None = None
 ) -> nn.Module:
-    """See ``construct``; a model that looks at values of sharded parameters is built with memory, and sharded then."""
+    """See ``construct``; at stage 3, a model that looks at the values of its parameters is built with memory."""
     build = partial(construct.dispatch(object), strategy, make, initialise)
-    if strategy.building() is NOTHING or strategy._files.largest_while_built is not None:
+    if strategy.config.zero_optimization.stage != 3 or not strategy.config.zero_init:
         return build()
-
-    def without() -> nn.Module:
-        strategy._tells_looks = True
-        try:
-            return build()
-        finally:
-            strategy._tells_looks = False
-
-    def whole() -> nn.Module:
-        for generator, state in strategy._generators.items():
-            generator.set_state(state)
-        strategy._has_memory = True
-        try:
-            model = build()
-        finally:
-            strategy._has_memory = False
-        check_apart(model, "DeepSpeedStrategy")
-        if strategy.topology.rank:
-            drop_values(model)
-        return model
-
-    model, is_whole = constructed(without, whole, strategy.device, strategy.launch.local_rank)
-    if is_whole:
-        split_whole(_deepspeed(), strategy._keys_of_init(), model)
-    return model
+    return strategy._without_memory.build(build, strategy.device, strategy.launch.local_rank)
 
 
 @shape_of.register(DeepSpeedStrategy)

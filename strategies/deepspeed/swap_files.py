@@ -198,7 +198,7 @@ def _links_libaio(compiler: str) -> bool:
 
 _SUB_GROUP = 50_000_000
 # DeepSpeed's own defaults.
-_PARAM_BUFFERS, _PARAM_ELEMENTS, _STATE_BUFFERS = 5, 100_000_000, 4
+_PARAM_BUFFERS, _STATE_BUFFERS = 5, 4
 _MASTER = 4  # bytes of a float32 master, and of a gradient
 _MAY_LOCK = 14  # the bit of CAP_IPC_LOCK
 
@@ -217,8 +217,7 @@ class SwapFiles:
     def __init__(self, config: DeepSpeedConfig) -> None:
         self._zero, self._aio = config.zero_optimization, config.aio or Aio()
         self._folders: dict[str, SwapFolder] = {}
-        # While a model is built in shards, one parameter is written at a time.
-        self._param_buffers, self._param_elements, self._state_buffers = 1, _PARAM_ELEMENTS, _STATE_BUFFERS
+        self._param_buffers, self._param_elements, self._state_buffers = _PARAM_BUFFERS, 1, _STATE_BUFFERS
         self._patience_s = float(config.timeout_s)
         if self._zero.on_files and _starts_alone(config.launcher):
             check_async_io()
@@ -260,15 +259,11 @@ class SwapFiles:
                 zero.setdefault("stage3_max_reuse_distance", 0)
         return self._aio.model_dump() if self._zero.on_files else {}
 
-    @property
-    def largest_while_built(self) -> int | None:
-        """The largest shard, in elements, of a model that is built in shards; None if these are not in files."""
+    def prepare(self, model: nn.Module, world_size: int) -> None:
+        """Choose the buffers for a model whose parameters are about to be sharded in float32, see ``fit``."""
         param = self._zero.offload_param
-        if param is None or not param.on_files:
-            return None
-        if param.buffer_size is not None:
-            self._param_elements = int(param.buffer_size)
-        return self._param_elements
+        if param is not None and param.on_files:
+            self._fit_param_buffers(model, world_size, torch.float32)
 
     def fit(self, model: nn.Module, wrapper: OptimWrapper | None, world_size: int, dtype: torch.dtype) -> list[Path]:
         """Choose the buffers for a model and its optimizer, and give them to parameters that are in files already.

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ...core.base.errors import StrategyError
 from ...core.base.registry import STRATEGIES
 from ...core.base.trees import tree_map_only
+from ...core.checkpoint.chunks import fill, full_tensor
 from ...core.comm import collectives as dist
 from ...core.comm.collectives import share_weights
 from ...core.comm.topology import DataShard
@@ -32,7 +33,7 @@ from ...core.torch_compat.dtensor_private import (
     settle_root,
     settle_unit,
 )
-from ...core.torch_compat.torch_private import gradient_hooks, has_values, with_values
+from ...core.torch_compat.torch_private import apply_to_tensors, gradient_hooks, has_values, with_values
 from ...optim.gradients import average
 from ...optim.wrapper import OptimWrapper
 from ..base import NOTHING, EvalStep, Optim, Strategy, kept_gradients
@@ -43,9 +44,9 @@ from ..parts import construct, explain, prepare_whole
 from ..parts.model_state import await_values
 from ..recomputation import compile_in_place
 from ..sharding import ShardedOptimizers, check_dense, check_no_max_norm, check_real, has_shards, make_contiguous
+from ..without_memory import ModelWithoutMemory, give_memory
 from .config import FSDPConfig
 from .units import check_one_dtype, choose_roots, choose_units, described, freed_after_forward, prefetch
-from .without_memory import ModelWithoutMemory
 
 # Around FSDP's micro-batches: errors that end one in the middle, and the layout of gradients after one.
 
@@ -327,11 +328,7 @@ class FSDPStrategy(Strategy):
 
     def building(self, model: nn.Module | None = None, draws: Tensor | None = None) -> AbstractContextManager[Any]:
         """See Strategy; parameters are on the meta device and take no memory, and calls on such a model are recorded."""
-        if model is None:
-            return NOTHING if self._without_memory.has_memory else self._without_memory.context
-        if not any(parameter.is_meta for parameter in model.parameters()):
-            return super().building(model, draws)
-        return self._without_memory.context if draws is None else self._without_memory.changing(model, draws)
+        return self._without_memory.building(model, draws, lambda: super(FSDPStrategy, self).building(model, draws))
 
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """See Strategy."""
@@ -431,7 +428,7 @@ class FSDPStrategy(Strategy):
                 fully_shard(unit, mesh=over, reshard_after_forward=after, **options)
         self._roots = [cast(FSDPModule, root) for root in roots]
         self._unsettled = list(self._roots)
-        self._without_memory.materialize(model, self._whole, self.device, on_host=self.config.offloads)
+        self._materialize(model, on_host=self.config.offloads)
         names = {id(module): name for name, module in model.named_modules()}
         for unit in (*self._units, *roots):
             settle_unit(unit)
@@ -449,6 +446,17 @@ class FSDPStrategy(Strategy):
         for root in roots:
             root.register_forward_hook(self._leave_root, always_call=True)
         return model
+
+    def _materialize(self, model: nn.Module, *, on_host: bool) -> None:
+        """Allocate this process's shard of every parameter that has no memory, and initialise it as the constructor does."""
+        for whole in self._whole:
+            if whole.is_meta:
+                give_memory(whole, torch.zeros_like(whole, device=self.device))
+        if any(parameter.is_meta for parameter in model.parameters()):
+            home = torch.device("cpu") if on_host else self.device
+            # Buffers have their memory already.
+            apply_to_tensors(model, lambda t: torch.zeros_like(t, device=home) if t.is_meta else t)
+        self._without_memory.initialise(model, _gather, _scatter)
 
     def _keep_order(self, roots: Sequence[nn.Module], names: dict[int, str], data: DataShard) -> None:
         """Let all processes gather the units in one order, whichever of them their samples go through."""
@@ -475,7 +483,7 @@ class FSDPStrategy(Strategy):
 
     def _unsharded(self, model: nn.Module) -> nn.Module:
         """Return a model whose parameters stay as they are: each of them is on one process, or divided already."""
-        self._without_memory.materialize(model, self._whole, self.device, on_host=False)
+        self._materialize(model, on_host=False)
         model.to(self.device)
         self._gradient_hooks += settle_gradients(model.parameters())
         return model
@@ -672,6 +680,20 @@ def _(strategy: FSDPStrategy, error: BaseException) -> str | None:
             "of place, as torch.nn.utils.parametrizations.spectral_norm does"
         )
     return None
+
+
+def _gather(parameter: nn.Parameter) -> Tensor:
+    target = parameter.detach()
+    return (full_tensor(target) if isinstance(target, DTensor) else target).cpu()
+
+
+def _scatter(parameter: nn.Parameter, whole: Tensor) -> None:
+    """Copy this process's shard of a tensor that every process has."""
+    target = parameter.detach()
+    if isinstance(target, DTensor):
+        fill(target, whole)
+    else:
+        target.copy_(whole)
 
 
 def _left_whole(model: nn.Module) -> set[nn.Parameter]:

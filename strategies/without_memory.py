@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from ...core.base.errors import StrategyError
-from ...core.checkpoint.chunks import fill, full_tensor
-from ...core.comm import collectives as dist
-from ...core.model.deferred import DeferredInit, Destination, LooksAtValues, constructed
-from ...core.random.generators import drawing_from
-from ...core.torch_compat.torch_private import apply_to_tensors, keep_gradient_hooks, storage_key
+from ..core.base.errors import StrategyError
+from ..core.comm import collectives as dist
+from ..core.model.deferred import DeferredInit, Destination, LooksAtValues, constructed
+from ..core.random.generators import drawing_from
+from ..core.torch_compat.torch_private import keep_gradient_hooks, storage_key
 
 
 class ModelWithoutMemory:
@@ -58,7 +57,17 @@ class ModelWithoutMemory:
 
         return constructed(without, whole, device, local_rank)[0]
 
-    def changing(self, model: nn.Module, state: Tensor) -> AbstractContextManager[None]:
+    def building(
+        self, model: nn.Module | None, draws: Tensor | None, otherwise: Callable[[], AbstractContextManager[Any]]
+    ) -> AbstractContextManager[Any]:
+        """Return the context of ``Strategy.building``; ``otherwise`` gives that for a model which has memory."""
+        if model is None:
+            return nullcontext() if self.has_memory else self.context
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            return otherwise()
+        return self.context if draws is None else self._changing(model, draws)
+
+    def _changing(self, model: nn.Module, state: Tensor) -> AbstractContextManager[None]:
         """Return the context for changing a model that ``context`` has built; see ``DeferredInit.changing``."""
         if self._keep_zeros and not self._before:
             self._before = {storage_key(p): name for name, p in model.named_parameters() if p.is_meta}
@@ -88,40 +97,30 @@ class ModelWithoutMemory:
                 "or BaseModel's init_weights, or give the model as an instance"
             )
 
-    def materialize(
-        self, model: nn.Module, scalars: Iterable[nn.Parameter], device: torch.device, *, on_host: bool
+    def initialise(
+        self,
+        model: nn.Module,
+        read: Callable[[nn.Parameter], Tensor],
+        write: Callable[[nn.Parameter, Tensor], None],
     ) -> None:
-        """Allocate this process's shard of every parameter, and initialise it as the constructor does.
+        """Give the parameters the values that the constructor has computed for them; a collective.
 
         Args:
-            model: the model with sharded parameters.
-            scalars: the parameters that are whole on every process.
-            device: device of ``scalars``, and of the other parameters unless ``on_host``.
-            on_host: keep the other parameters in host memory.
+            model: the model, of which other processes may hold some parameters.
+            read: returns the whole of a parameter that was written.
+            write: takes the whole of one, on the CPU.
         """
         if not self._built:
             return
-        for scalar in scalars:
-            if scalar.is_meta:  # in place, because several modules may share it
-                real = nn.Parameter(torch.zeros_like(scalar, device=device), requires_grad=scalar.requires_grad)
-                real.__class__ = type(scalar)
-                vars(real).update(vars(scalar))
-                torch.utils.swap_tensors(scalar, real)  # type: ignore[no-untyped-call]
-                keep_gradient_hooks(scalar)
-        home = torch.device("cpu") if on_host else device
-        # Buffers have their memory already.
-        apply_to_tensors(model, lambda t: torch.zeros_like(t, device=home) if t.is_meta else t)
         held = dict(model.named_parameters(remove_duplicate=False))
         destinations: dict[int, Destination] = {}
         for name, built in self._built.items():
             own = next((held[one] for one in self._names.get(name, [name]) if one in held), None)
-            if own is None:
-                destinations[storage_key(built)] = Destination.elsewhere(built)
-            else:
-                target = own.detach()
-                destinations[storage_key(built)] = Destination(
-                    built, partial(_gather, target), partial(_scatter, target)
-                )
+            destinations[storage_key(built)] = (
+                Destination.elsewhere(built)
+                if own is None
+                else Destination(built, partial(read, own), partial(write, own))
+            )
         if not self._keep_zeros or self._before:
             with drawing_from(dist.broadcast(torch.get_rng_state())):
                 later = self.context.replay(destinations, without=self._before)
@@ -131,13 +130,10 @@ class ModelWithoutMemory:
         self._built = {}
 
 
-def _gather(target: Tensor) -> Tensor:
-    return (full_tensor(target) if isinstance(target, DTensor) else target).cpu()
-
-
-def _scatter(target: Tensor, whole: Tensor) -> None:
-    """Copy this process's shard of a tensor that every process has into ``target``."""
-    if isinstance(target, DTensor):
-        fill(target, whole)
-    else:
-        target.copy_(whole)
+def give_memory(parameter: nn.Parameter, values: Tensor) -> None:
+    """Give a parameter on the meta device values; in place, because several modules may share it."""
+    real = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    real.__class__ = type(parameter)
+    vars(real).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+    keep_gradient_hooks(parameter)
