@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..core.base.errors import StrategyError
 from ..core.comm import collectives as dist
+from ..core.comm.agreement import first_difference
 from ..core.model.deferred import DeferredInit, Destination, LooksAtValues, constructed
 from ..core.random.generators import drawing_from
 from ..core.torch_compat.torch_private import keep_gradient_hooks, storage_key
@@ -109,9 +110,14 @@ class ModelWithoutMemory:
             model: the model, of which other processes may hold some parameters.
             read: returns the whole of a parameter that was written.
             write: takes the whole of one, on the CPU.
+
+        Raises:
+            StrategyError: the constructors of two processes have done other things.
         """
         if not self._built:
             return
+        if found := first_difference(self.context.recorded):
+            raise StrategyError(f"model: {found}; every process has to build the same model")
         held = dict(model.named_parameters(remove_duplicate=False))
         destinations: dict[int, Destination] = {}
         for name, built in self._built.items():

@@ -383,6 +383,19 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._drawn, self._is_settled = len(self._tape), True
 
     @property
+    def recorded(self) -> dict[str, str]:
+        """What was recorded, in words, by number."""
+        return {
+            f"operation {number} of its constructor": " ".join(
+                [
+                    getattr(func, "__name__", str(func)),
+                    *(str(tuple(t.shape)) for t in filter(_is_meta, tree_flatten(args)[0])),
+                ]
+            )
+            for number, (func, args, _, _) in enumerate(self._tape)
+        }
+
+    @property
     def touched(self) -> set[int]:
         """The ``storage_key`` of all memory that recorded operations use."""
         return {storage_key(t) for entry in self._tape for t in tree_flatten(entry[1:])[0] if _is_meta(t)}

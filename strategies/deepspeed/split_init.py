@@ -30,37 +30,35 @@ class SplitInit:
         self._split = deepspeed.zero.Init(config_dict_or_path=keys)
 
     def run(self, model: nn.Module, memory: ModelWithoutMemory) -> None:
-        """Shard all of them; a collective."""
-        memory.initialise(model, self._read, self._write)
+        """Shard all of them, one after the other; a collective."""
         for parameter in [*model.parameters()]:
-            if parameter.is_meta:  # what is loaded later gives its values
-                self._write(parameter, torch.zeros(parameter.shape, dtype=parameter.dtype))
-
-    def _read(self, parameter: nn.Parameter) -> Tensor:
-        whole = own_shard(parameter).full_tensor() if is_partitioned(parameter) else parameter.detach()
-        return whole.cpu()
-
-    def _write(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        if parameter.is_meta:
-            # A copy, because contiguous() leaves a stride of 0 to one element, of which DeepSpeed cannot take the bytes.
-            give_memory(parameter, whole.clone(memory_format=torch.contiguous_format).to(self._device))
-            if has_shards(parameter):  # DeepSpeed shards others when it makes the engine only
-                self._split._zero_init_param(parameter)
-                _check_dtype(parameter, whole)
-        elif is_partitioned(parameter):
-            own = own_shard(parameter)
-            local = own.to_local()
-            local.copy_(whole.reshape(-1)[own.start : own.start + local.numel()])
-        else:
-            parameter.detach().copy_(whole)
+            if parameter.is_meta:
+                give_memory(parameter, torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._device))
+                if has_shards(parameter):  # DeepSpeed shards others when it makes the engine only
+                    self._split._zero_init_param(parameter)
+                    _check_dtype(parameter)
+        memory.initialise(model, _read, _write)
 
 
-def _check_dtype(parameter: nn.Parameter, whole: Tensor) -> None:
+def _read(parameter: nn.Parameter) -> Tensor:
+    return (own_shard(parameter).full_tensor() if is_partitioned(parameter) else parameter.detach()).cpu()
+
+
+def _write(parameter: nn.Parameter, whole: Tensor) -> None:
+    if not is_partitioned(parameter):
+        parameter.detach().copy_(whole)
+        return
+    own = own_shard(parameter)
+    local = own.to_local()
+    local.copy_(whole.reshape(-1)[own.start : own.start + local.numel()])
+
+
+def _check_dtype(parameter: Any) -> None:
     """Raise StrategyError for a parameter in a file that holds another dtype."""
-    if is_in_file(parameter) and whole.dtype is not torch.float32:
+    if is_in_file(parameter) and parameter.dtype is not torch.float32:
         raise StrategyError(
-            f"strategy.zero_optimization.offload_param: a parameter of shape {tuple(whole.shape)} is {str(whole.dtype)[6:]}, and "
-            "DeepSpeed writes float32 while the model is built; build it in float32, or give strategy.zero_init=False"
+            f"strategy.zero_optimization.offload_param: a parameter of shape {tuple(parameter.ds_shape)} is {str(parameter.dtype)[6:]}, "
+            "and DeepSpeed writes float32 while the model is built; build it in float32, or give strategy.zero_init=False"
         )
 
 

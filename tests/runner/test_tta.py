@@ -327,7 +327,7 @@ def on_two(folder: str, strategy: dict[str, Any], trains: bool) -> dict[str, Any
     return metrics
 
 
-DEEPSPEED = dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=3), zero_init=False)
+DEEPSPEED = dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=3))
 
 
 @pytest.mark.distributed

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flextrain.core.base.errors import StrategyError
-from flextrain.core.model.base_model import BaseModel
 from flextrain.optim import AmpOptimWrapper, OptimWrapper
-from flextrain.strategies.parts import init_weights
 from flextrain.testing import WorkerError, WorkerGroup
 from flextrain.testing.differences import relative_difference, same_tensors
 from flextrain.testing.loop import evaluate, windows
@@ -289,32 +287,6 @@ class Nested(Wide):
 
     def logits(self, x: Tensor) -> Tensor:
         return super().logits(x) * self.scale.mean()
-
-
-class Initialised(BaseModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(300, 300)
-
-    def init_weights(self) -> None:
-        nn.init.zeros_(self.layer.weight)
-
-
-def initialise(spec: dict[str, Any]) -> None:
-    allow_small_files()
-    strategy = make_strategy(spec)
-    try:
-        with strategy.building():
-            model = Initialised()
-        init_weights(strategy, model)
-    finally:
-        strategy.leave()
-
-
-def test_initialisation_of_the_whole_model_is_refused(workers1: WorkerGroup, tmp_path: Path) -> None:
-    with pytest.raises(WorkerError, match=r"Initialised.init_weights\(\) needs the whole model") as caught:
-        workers1.run(initialise, on_files(tmp_path))
-    assert isinstance(caught.value.__cause__, StrategyError)
 
 
 def without_room(spec: dict[str, Any]) -> str:

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 pytest.importorskip("deepspeed", reason="needs pip install flextrain[deepspeed]")
 
@@ -183,8 +185,8 @@ def test_deepspeed_gets_a_folder_of_this_process(tmp_path: Path, monkeypatch: py
     )
     files = swap_files.SwapFiles(strategy.config)
     files.open()
-    assert files.largest_while_built == 10**6
-    request = Request(__import__("torch").float32, 0.0, 1, {})
+    files.prepare(nn.Linear(3, 2), 1)
+    request = Request(torch.float32, 0.0, 1, {})
     keys = engine_config(
         strategy.config, request, stage=3, world_size=1, on_cpu=True, num_elements=8, checkpointing=None, files=files
     )
@@ -192,6 +194,7 @@ def test_deepspeed_gets_a_folder_of_this_process(tmp_path: Path, monkeypatch: py
     zero_keys = keys["zero_optimization"]
     assert zero_keys["offload_optimizer"]["nvme_path"] == zero_keys["offload_param"]["nvme_path"] == str(own)
     assert zero_keys["offload_param"]["max_in_cpu"] == zero_keys["stage3_max_reuse_distance"] == 0
+    assert zero_keys["offload_param"]["buffer_size"] == 10**6
     assert zero_keys["sub_group_size"] == 50_000_000
     assert keys["aio"] == dict(
         block_size=2**20, queue_depth=4, intra_op_parallelism=1, single_submit=False, overlap_events=True, use_gds=False
@@ -291,9 +294,6 @@ def test_a_disk_of_several_machines_counts_once(tmp_path: Path) -> None:
 
 def told(folder: Path, wrong: str) -> tuple[str, bool]:
     """What this process hears when rank 1 finds something wrong, and whether it would have written."""
-    import torch
-    from torch import nn
-
     writes: list[Any] = []
     options = dict(device="nvme", nvme_path=str(folder))
     with pytest.MonkeyPatch.context() as patch:
