@@ -6,20 +6,23 @@ They are beside those of test_bad_input.py, which are mistakes of spelling and t
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from flextrain import CheckpointError, ConfigError, FlexibleRunner
 from flextrain.core.base.errors import FlexTrainError
+from flextrain.testing import WorkerGroup
 
 from .mistakes import checkpoints, data, environment, hooks, metrics, models, schedules
-from .mistakes.parts import Net, Row, changed, good
+from .mistakes.parts import Frozen, Net, OldState, Row, changed, good
 
 KINDS = (schedules, data, models, metrics, hooks, environment, checkpoints)
 ROWS = [row for kind in KINDS for row in kind.ROWS]
@@ -118,3 +121,40 @@ def test_a_full_disk_is_known_before_training(
 def test_a_compiled_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="^model: is compiled already, give the model itself, and compile=True$"):
         FlexibleRunner(**{**good(tmp_path), "model": torch.compile(Net())}).train()
+
+
+# Of one of several processes
+
+
+def told(folder: Path, mistake: str) -> str:
+    """What this process is told; rank 1 alone makes the mistake, unless both do."""
+    is_second = os.environ["RANK"] == "1"
+    config: dict[str, Any] = good(folder)
+    config["strategy"] = dict(type="DDPStrategy", device="cpu")
+    if mistake == "state":
+        config["custom_hooks"] = [OldState({1, 2} if is_second else [1, 2])]
+    if mistake == "frozen":
+        config["model"] = Frozen
+    if mistake == "classes" and is_second:
+        config["model"] = lambda: Net(3)
+    runner = None
+    try:
+        runner = FlexibleRunner(**config)
+        runner.train()
+    except FlexTrainError as error:
+        return str(error)
+    finally:
+        if runner is not None:
+            runner.strategy.leave()
+    return "nothing"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "mistake, says",
+    [("state", "hook.OldState/seen"), ("frozen", "model: Frozen has nothing to train"), ("classes", "model")],
+)
+def test_every_process_is_told(workers2: WorkerGroup, tmp_path: Path, mistake: str, says: str) -> None:
+    for line in workers2.run(told, tmp_path, mistake):
+        assert says in line
+        assert "\n" not in line

@@ -1,30 +1,24 @@
-"""Oversight: one thread per run, which shares a bulletin with the other processes and ends with the run."""
+"""Oversight: one thread per run, which calls watchers, shares a bulletin with other processes and ends with the run."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flextrain.core.comm import collectives as dist
+from flextrain.runner.health.monitor import Monitor
 from flextrain.runner.health.oversight import Oversight
 from flextrain.testing import WorkerGroup
 
+from ..waiting import wait_until
 from .training import make_runner
 
 pytestmark = pytest.mark.usefixtures("quick")
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
 
 
 class Oversees(Oversight):
@@ -90,3 +84,43 @@ def test_without_watchers_there_is_no_thread(tmp_path: Path, workers1: WorkerGro
     # Not in the process of the session, in which tests before may have left runners.
     ((before, after),) = workers1.run(make_one_without_watchers, tmp_path)
     assert after == before
+
+
+# The thread itself
+
+
+def test_a_watcher_that_raises_is_called_no_more_and_the_others_are(caplog: pytest.LogCaptureFixture) -> None:
+    calls, enough = [], threading.Event()
+
+    def breaks() -> None:
+        calls.append("breaks")
+        raise ValueError("of its own")
+
+    def goes_on() -> None:
+        calls.append("goes on")
+        if calls.count("goes on") == 3:
+            enough.set()
+
+    monitor = Monitor([breaks, goes_on], period_s=0.001)
+    with caplog.at_level(logging.WARNING, "flextrain"):
+        monitor.start()
+        assert enough.wait(30)
+    monitor.stop()
+    assert calls.count("breaks") == 1
+    assert "breaks ended by ValueError: of its own" in caplog.text
+
+
+def test_silence_is_the_time_since_the_round_began() -> None:
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        goes_on.wait(30)
+
+    monitor = Monitor([hang], period_s=0.001)
+    monitor.start()
+    assert hangs.wait(30)
+    threading.Event().wait(0.2)
+    assert monitor.silent_s >= 0.15
+    monitor.stop()
+    goes_on.set()

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from flextrain import LOOPS, BaseLoop, BaseMetric, BaseModel, ConfigError, Evaluator, FlexibleRunner
 from flextrain.runner import EpochBasedTrainLoop, IterBasedTrainLoop, ValLoop
 from flextrain.runner.hooks import Hook
+from flextrain.runner.runner_names import INSTEAD
 from flextrain.testing import WorkerGroup
 
 from .training import SGD, Accuracy, Net, Samples, SaveEvery, Watch, differences, make_runner, validation, whole_state
@@ -456,6 +457,25 @@ def test_what_a_runner_has_and_builds(tmp_path: Path) -> None:
     assert hook in runner.hooks
     alone = make_runner(tmp_path / "b")
     assert alone.val_evaluator is alone.test_evaluator is None
+
+
+def test_names_of_mmengine_say_what_to_use(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path)
+    for name, instead in INSTEAD.items():
+        assert not hasattr(runner, name)
+        with pytest.raises(ConfigError, match="^runner.") as raised:
+            getattr(runner, name)
+        assert str(raised.value) == f"runner.{name}: is not here, {instead}"
+
+
+def test_an_error_in_building_a_part_keeps_its_own_words(tmp_path: Path) -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer.weight  # noqa: B018 - there is none
+
+    with pytest.raises(AttributeError, match="'Broken' object has no attribute 'layer'"):
+        _ = make_runner(tmp_path, model=Broken).model
 
 
 # Two processes

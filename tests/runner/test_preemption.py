@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from flextrain import ConfigError, FlexibleRunner, Hook, Strategy
+from flextrain import CheckpointError, ConfigError, FlexibleRunner, Hook, Strategy
 from flextrain.core.base.events import read_events
 from flextrain.core.checkpoint import find_latest, is_checkpoint
 from flextrain.runner import runner as runner_module
@@ -73,7 +73,7 @@ def terminate(number: int = signal.SIGTERM) -> None:
     os.kill(os.getpid(), number)
 
 
-def run(folder: Path, *hooks: Hook, **changes: Any) -> FlexibleRunner:
+def run(folder: Path, *hooks: Any, **changes: Any) -> FlexibleRunner:
     return make_runner(folder, custom_hooks=hooks, **{"default_hooks": EVERY_50, "resume": True, **changes})
 
 
@@ -191,8 +191,6 @@ def test_without_a_checkpoint_hook_or_save_nothing_is_saved(tmp_path: Path) -> N
 
 
 def test_a_full_disk_does_not_hide_what_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flextrain import CheckpointError
-
     runner = run(tmp_path, At(3, terminate))
 
     def fails(*args: Any, **kwargs: Any) -> str:
@@ -226,9 +224,7 @@ def test_a_program_that_catches_the_end_may_go_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preemption", [False, None])
 def test_signals_are_left_alone_if_that_is_wanted(tmp_path: Path, preemption: Any) -> None:
-    runner = make_runner(
-        tmp_path, env_cfg=dict(preemption=preemption) if preemption is False else dict(preemption=None)
-    )
+    runner = make_runner(tmp_path, env_cfg=dict(preemption=preemption))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     runner.request_stop()
     with pytest.raises(Terminated):
@@ -580,8 +576,11 @@ def test_a_job_is_handed_in_again_if_it_has_made_an_update(tmp_path: Path, monke
 
 
 SCRIPT = """
-import sys, torch
+import signal, sys, torch
 from flextrain import FlexibleRunner, Hook
+
+# What a shell starts in the background ignores the signal, and so would this.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 class Ready(Hook):
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
@@ -592,26 +591,37 @@ class Net(torch.nn.Linear):
     def forward(self, x):
         return {"loss": super().forward(x).square().mean()}
 
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-    def __getitem__(self, i):
-        return torch.ones(4) * i
-
 if __name__ == "__main__":
-    data = torch.utils.data.DataLoader(
-        Data(), batch_size=4, num_workers=1, persistent_workers=True, multiprocessing_context=sys.argv[2]
-    )
+    folder, *contexts = sys.argv[1:]
+    workers = [dict(num_workers=1, persistent_workers=True, multiprocessing_context=context) for context in contexts]
+    data = torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=4, **(workers[0] if workers else {}))
     FlexibleRunner(
-        model=Net(4, 1), work_dir=sys.argv[1], train_dataloader=data, log_level="WARNING", custom_hooks=[Ready()],
+        model=Net(4, 1), work_dir=folder, train_dataloader=data, log_level="INFO", custom_hooks=[Ready()],
         optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.01)), train_cfg=dict(by_epoch=False, max_iters=10**7),
-        default_hooks=dict(checkpoint=dict(by_epoch=False, interval=10**6)),
+        default_hooks=dict(checkpoint=dict(by_epoch=False, interval=10)),
     ).train()
 """
 
 
+def ended_by(number: int, folder: Path, *contexts: str) -> tuple[int, str]:
+    """A run of its own, with a worker of such a context, is sent a signal: its status, and what it prints then."""
+    (folder / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(folder / "script.py"), str(folder / "work"), *contexts]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    try:
+        assert any(line == "ready\n" for line in process.stdout)
+        os.killpg(process.pid, number)
+        rest, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, rest
+
+
 AGAIN = """
-import atexit, os, signal
+import atexit, os, signal, sys
 from flextrain.runner import signals
 from flextrain.runner.health.termination import Terminated
 
@@ -625,39 +635,31 @@ def signalled(leave=True):
     signals.listen(run, ["TERM"])
     os.kill(os.getpid(), signal.SIGTERM)
 
-{}
+for program in sys.argv[1:]:
+    if (child := os.fork()) == 0:
+        exec(program)
+        sys.exit("the second signal had no effect")
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "program, status",
-    [
-        ("atexit.register(os.kill, os.getpid(), signal.SIGTERM)\nsignalled()", 143),
-        ("try: signalled()\nfinally: os.kill(os.getpid(), signal.SIGTERM)", 143),
-        ("try: signalled()\nexcept Terminated: pass\nos.kill(os.getpid(), signal.SIGTERM)", -15),
-    ],
-    ids=["in-atexit", "on-the-way-out", "after-it-was-caught"],
-)
-def test_a_second_signal_does_not_disturb_the_end(program: str, status: int) -> None:
+def test_a_second_signal_does_not_disturb_the_end() -> None:
     """As torchrun sends it when the first process has left; a program that has caught the end is ended as ever."""
-    assert subprocess.run([sys.executable, "-c", AGAIN.format(program)]).returncode == status
+    statuses = {
+        "atexit.register(os.kill, os.getpid(), signal.SIGTERM)\nsignalled()": "143",
+        "try: signalled()\nfinally: os.kill(os.getpid(), signal.SIGTERM)": "143",
+        "try: signalled()\nexcept Terminated: pass\nos.kill(os.getpid(), signal.SIGTERM)": "-15",
+    }
+    done = subprocess.run([sys.executable, "-c", AGAIN, *statuses], stdout=subprocess.PIPE, text=True)
+    assert done.stdout.split() == [*statuses.values()]
 
 
 @pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_workers_outlive_a_signal_to_the_process_group(tmp_path: Path, context: str) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "work"), context]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stdout is not None
-    try:
-        assert any(line == "ready\n" for line in process.stdout)
-        os.killpg(process.pid, signal.SIGTERM)
-        rest, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 143
+    status, rest = ended_by(signal.SIGTERM, tmp_path, context)
+    assert status == 143
     assert " - WARNING - Ended by SIGTERM after epoch " in rest
     assert "; saved as iter_" in rest

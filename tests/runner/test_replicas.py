@@ -22,57 +22,6 @@ from .training import Net, SaveEvery, make_runner
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick")]
 
 
-class Drift(Hook):
-    """Changes something on rank 1 alone, before the save after the second update."""
-
-    priority = "LOW"
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    @torch.no_grad()
-    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        if runner.iter != 1 or runner.rank != 1:
-            return
-        parameter = runner.strategy.module.net[0].weight
-        kept = runner.optim_wrapper.optimizer.state[parameter]
-        {"weight": parameter, "momentum": kept["momentum_buffer"]}[self.what].view(-1)[3] += 1e-6
-
-
-def drifted(folder: str, what: str, in_background: bool) -> str:
-    runner = make_runner(
-        folder,
-        strategy="DDPStrategy",
-        custom_hooks=[Drift(what)],
-        default_hooks=dict(checkpoint=dict(by_epoch=False, interval=1, async_save=in_background)),
-        train_cfg=dict(max_epochs=1),
-    )
-    try:
-        runner.train()
-    except DivergenceError as error:
-        return str(error)
-    finally:
-        runner.strategy.leave()
-    return "nothing was raised"
-
-
-@pytest.mark.parametrize(
-    ("what", "key", "in_background"),
-    [
-        ("weight", "model.net.0.weight", False),
-        ("weight", "model.net.0.weight", True),
-        ("momentum", "optim.state.net.0.weight.momentum_buffer", False),
-    ],
-)
-def test_a_process_that_strays_is_named(
-    workers2: WorkerGroup, tmp_path: Path, what: str, key: str, in_background: bool
-) -> None:
-    for said in workers2.run(drifted, str(tmp_path), what, in_background):
-        assert said.startswith(f"replicas differ: rank 0 and rank 1 differ in {key}; ")
-    assert is_checkpoint(tmp_path / "iter_1")
-    assert not is_checkpoint(tmp_path / "iter_2")
-
-
 # A bit that flips in the memory of one process
 
 
@@ -138,7 +87,7 @@ def flipped(folder: str, strategy: dict[str, Any], count: int) -> list[tuple[str
 def test_every_flipped_bit_is_found_before_the_next_save(
     workers3: WorkerGroup, tmp_path: Path, strategy: dict[str, Any]
 ) -> None:
-    for results in workers3.run(flipped, str(tmp_path), strategy, 50):
+    for results in workers3.run(flipped, str(tmp_path), strategy, 20):
         assert len({key for key, _, _ in results}) > 4
         for key, rank, said in results:
             others = ", ".join(str(other) for other in range(3) if other != rank)

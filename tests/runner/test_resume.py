@@ -267,15 +267,13 @@ def test_resume_is_exact(tmp_path: Path, name: str) -> None:
 def test_resume_is_exact_with_workers(tmp_path: Path, by_epoch: bool, persistent: bool, sampler: Any) -> None:
     """Workers read ahead, but never what is not trained on."""
     options = dict(num_workers=2, persistent_workers=persistent)
-    given = data(**options) if sampler is None else loader(sampler, **options)
+    given = data(noisy=True, **options) if sampler is None else loader(sampler, **options)
     loop = dict(by_epoch=True, max_epochs=2) if by_epoch else dict(by_epoch=False, max_iters=10)
     compare(tmp_path, with_(given, train_cfg=loop), (2, 7, 9))
 
 
 # A checkpoint that is saved at the end of an epoch comes before that epoch's validation.
-@pytest.mark.parametrize(
-    "name", ["accumulate", "schedulers", "plateau", "ema", "evaluation", "two-optimizers", "loader"]
-)
+@pytest.mark.parametrize("name", ["schedulers", "plateau", "evaluation"])
 def test_resume_from_the_checkpoint_of_an_epoch(tmp_path: Path, name: str) -> None:
     changes = with_(CASES[name], default_hooks=dict(checkpoint=dict(interval=1)))
     whole, runner = run(tmp_path / "whole", changes)
@@ -341,11 +339,6 @@ def test_resume_true_takes_the_newest_after_a_crash(tmp_path: Path) -> None:
     with pytest.raises(Stop):
         run(tmp_path / "crash", CASES["accumulate"], SaveEvery({8}), StopAt(8), resume=str(tmp_path / "crash/iter_5"))
     assert (tmp_path / "crash" / "latest").read_text() == "iter_8"
-
-
-def test_resume_true_with_nothing_to_resume_starts(tmp_path: Path) -> None:
-    watch, runner = run(tmp_path, with_(), resume=True)
-    assert (len(watch.trained), runner.iter) == (21, 21)
 
 
 def test_resume_true_takes_load_from(tmp_path: Path) -> None:

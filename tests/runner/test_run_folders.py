@@ -41,7 +41,7 @@ class Asks(Hook):
     def __init__(self, folder: Path) -> None:
         self.folder, self.said = folder, ""
 
-    def before_train_epoch(self, runner: FlexibleRunner) -> None:
+    def before_train(self, runner: FlexibleRunner) -> None:
         with pytest.raises(OccupiedError) as caught:
             FolderLock(self.folder)
         self.said = str(caught.value)

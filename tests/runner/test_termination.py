@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from flextrain.core.checkpoint import is_checkpoint
 from flextrain.core.checkpoint import save as saving
 from flextrain.testing import WorkerGroup
 
+from .test_preemption import ended_by
 from .training import make_runner
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -196,50 +196,16 @@ def test_the_end_of_another_rank_is_in_a_file_of_its_own(
 # Ctrl-C
 
 
-# What a shell starts in the background ignores the signal, and so would this. Without workers: one that is interrupted while
-# it sends a batch prints a traceback of its own.
-SCRIPT = """
-import signal, sys, torch
-from flextrain import FlexibleRunner, Hook
-
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
-class Ready(Hook):
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        if runner.iter == 20:
-            print("ready", flush=True)
-
-class Net(torch.nn.Linear):
-    def forward(self, x):
-        return {"loss": super().forward(x).square().mean()}
-
-FlexibleRunner(
-    model=Net(4, 1), work_dir=sys.argv[1], train_dataloader=torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=4),
-    optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.01)), train_cfg=dict(by_epoch=False, max_iters=10**7),
-    custom_hooks=[Ready()], log_level="INFO", default_hooks=dict(checkpoint=dict(by_epoch=False, interval=10)),
-).train()
-"""
-
-
 @pytest.mark.processes
 def test_ctrl_c_ends_with_the_line_that_says_what_to_resume_from(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    try:
-        assert any(line == "ready\n" for line in process.stdout)
-        os.killpg(process.pid, signal.SIGINT)
-        rest, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == -signal.SIGINT, "a shell reports 130"
+    """Without workers: one that is interrupted while it sends a batch prints a traceback of its own."""
+    status, rest = ended_by(signal.SIGINT, tmp_path)
+    assert status == -signal.SIGINT, "a shell reports 130"
     assert "Traceback" not in rest
     assert re.search(
         r" - INFO - Interrupted after epoch \d+, iteration \d+; resume=True continues from iter_\d+\n.*The run:\n", rest
     )
-    assert "Traceback" in log_file(tmp_path), "it may have been a hang"
+    assert "Traceback" in log_file(tmp_path / "work"), "it may have been a hang"
 
 
 def test_ctrl_c_again_does_not_wait_for_the_save_and_leaves_all_in_order(

@@ -338,21 +338,6 @@ def test_float8_is_emulated_on_any_device(tmp_path: Path) -> None:
     assert 0 < difference < 0.1
 
 
-def float8_under_fsdp(folder: Path) -> dict[str, Tensor]:
-    return changed(folder, "fsdp", [dict(type="Float8Training", patterns=["blocks.*"], emulate=True)])
-
-
-@pytest.mark.full
-@pytest.mark.distributed
-def test_float8_under_fsdp(tmp_path: Path, workers2: WorkerGroup) -> None:
-    pytest.importorskip("torchao")
-    transform = dict(type="Float8Training", patterns=["blocks.*"], emulate=True)
-    expected = changed(tmp_path / "alone", "single", [transform])
-    for found in workers2.run(float8_under_fsdp, tmp_path / "fsdp"):
-        for name, tensor in expected.items():
-            assert (found[name] - tensor).abs().mean() < 0.02  # a scale is that of a micro-batch
-
-
 def test_a_quantised_base_under_adapters(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     pytest.importorskip("peft", minversion="0.20")  # earlier ones want the quantiser of transformers
