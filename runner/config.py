@@ -120,7 +120,7 @@ def check_model(model: Any, data_preprocessor: Any, *, takes_mmengines: bool = F
         must_be(MODELS.check(data_preprocessor, where), nn.Module, f"{where}.type", "torch.nn.Module")
     elif data_preprocessor is not None and not isinstance(data_preprocessor, nn.Module):
         raise ConfigError(f"{where}: {data_preprocessor!r} is not allowed, give a module or dict(type=...)")
-    if (pretrained := Pretrained.of(model, "model")) is not None:
+    if isinstance(model, Mapping) and (pretrained := Pretrained.of(model, "model")) is not None:
         if data_preprocessor is not None or where in model:
             raise ConfigError(f"{where}: {pretrained.name} takes none")
     elif isinstance(model, (Mapping, str)):
@@ -185,7 +185,8 @@ def check_train(
     size = batch_size(train_dataloader) if is_built else train_dataloader.get("batch_size", 1)
     if scales_lr and size is None and (is_built or train_dataloader.get("batch_sampler") is None):
         raise ConfigError("auto_scale_lr: the batch size of train_dataloader is not known, scale the rate yourself")
-    _check_schedulers(param_scheduler, optim_wrapper, config.by_epoch, config.max_epochs, validates)
+    if param_scheduler is not None:
+        _check_schedulers(param_scheduler, optim_wrapper, config.by_epoch, config.max_epochs, validates)
     if isinstance(optim_wrapper, OptimWrapperDict):
         found = model_class(model)
         if found is not None and not overrides(found, "train_step"):
@@ -296,7 +297,7 @@ def check_everything(given: Mapping[str, Any], *, takes_mmengines_models: bool =
             f'default_scope: "{given["default_scope"]}" has no meaning, registries have no scopes; leave it out'
         )
     check_model(given["model"], given["data_preprocessor"], takes_mmengines=takes_mmengines_models)
-    transforms = build_transforms(given["transforms"])
+    transforms = () if given["transforms"] is None else build_transforms(given["transforms"])
     trains = check_phase(**_parts(given, "train_dataloader", "train_cfg", "optim_wrapper"))
     validates = given["val_dataloader"] is not None
     optim_wrapper, train = None, None
@@ -345,7 +346,8 @@ def check_everything(given: Mapping[str, Any], *, takes_mmengines_models: bool =
         timeout_s=options.env_cfg.dist_cfg.timeout,
         compile=check_compile(options),
     )
-    if trains and any(isinstance(hook, CheckpointHook) for hook, _ in hooks):
+    may_be_quantised = transforms or isinstance(given["model"], nn.Module)
+    if trains and may_be_quantised and any(isinstance(hook, CheckpointHook) for hook, _ in hooks):
         check_left_out(transforms, given["model"], strategy.config.exclude_frozen_parameters)
     check_start(options, leaves_out=bool(strategy.config.exclude_frozen_parameters))
     if optim_wrapper is not None:
@@ -391,7 +393,7 @@ def doubts(
             key = f"{where}[{i}]" if isinstance(given, (list, tuple)) else where
             for sentence in unlike_the_run(scheduler, steps):
                 yield f"{key}.{sentence}"
-        for i, sentence in before_the_warm_up_ends(group):
+        for i, sentence in before_the_warm_up_ends(group) if group else ():
             yield f"{where}[{i}].{sentence}"
 
 

@@ -32,7 +32,7 @@ from .data.user_loaders import batch_size
 from .loops.base import BaseLoop
 from .loops.step import Stepper
 from .loops.train import VALIDATION_KEYS, EvalConfig, TrainConfig, TrainLoop
-from .reporting.model_outline import ModelOutline, outline
+from .reporting.opening import ModelOutline, outline
 from .resume.weights import ToRead, read_pretrained
 from .transforms.apply import transform
 
@@ -88,9 +88,14 @@ class Parts:
         run, strategy, trains = self._run, self._run.strategy, self.config.trains
         with self._as_current():
             whole = self.build_model()
-            model, changes = transform(whole, self.config.transforms, strategy, run.seed, run.options.load_from)
-        self.hugging_face = describe(model)  # before a strategy changes the configuration
-        pretrained = [ToRead(source, model) for source in pretrained_in(model)]
+            model: nn.Module = whole
+            changes: tuple[tuple[str, str], ...] = ()
+            if self.config.transforms:
+                model, changes = transform(whole, self.config.transforms, strategy, run.seed, run.options.load_from)
+        pretrained: list[ToRead] = []
+        if "transformers" in sys.modules:  # what makes a model of transformers has imported it
+            self.hugging_face = describe(model)  # before a strategy changes the configuration
+            pretrained = [ToRead(source, model) for source in pretrained_in(model)]
         expect_values(strategy, {name for part in pretrained for name in part.names.values()})
         module = module_to_set_up(model, trains=trains)
         loaders = ["train_dataloader"] if trains else ["val_dataloader", "test_dataloader"]
@@ -121,7 +126,9 @@ class Parts:
         """Build the schedulers of the training loop, once, and log what the configuration rarely means."""
         loop = self.compared_train_loop()
         if not self.schedulers and self.optim_wrapper is not None:
-            self.schedulers = build_schedulers(self.config.given["param_scheduler"], self.optim_wrapper, loop)
+            given = self.config.given["param_scheduler"]
+            none: dict[str, list[Any]] = {name: [] for name in self.optim_wrapper.wrappers}
+            self.schedulers = none if given is None else build_schedulers(given, self.optim_wrapper, loop)
             for line in doubts(self.config, loop, self.optim_wrapper, self.schedulers):
                 self._run.logger.warning(line)
 
@@ -235,10 +242,12 @@ def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_traini
 
     def make() -> nn.Module:
         with _reading_nothing() if reads_nothing else NOTHING:
-            if (pretrained := Pretrained.of(given, "model")) is not None:
-                model: Any = pretrained.build()
+            if not isinstance(given, (Mapping, str)):
+                model: Any = given()
+            elif (pretrained := Pretrained.of(given, "model")) is not None:
+                model = pretrained.build()
             else:
-                model = MODELS.build(given, "model") if isinstance(given, (Mapping, str)) else given()
+                model = MODELS.build(given, "model")
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model: gave {type(model).__name__}, not a torch.nn.Module")
         return model

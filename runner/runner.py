@@ -18,7 +18,7 @@ from ..core.checkpoint import as_path, make_writable
 from ..core.comm.agreement import raising_together
 from ..core.config_files import Config, located
 from ..core.random.generators import set_seed
-from ..strategies.base import Strategy
+from ..strategies.base import NOTHING, Strategy
 from ..strategies.launchers import saying_why_this_process_leaves
 from ..strategies.parts import meet
 from .checkpoints import Checkpoints
@@ -458,7 +458,9 @@ class FlexibleRunner(RunnerNames):
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Context of a call in which other processes learn of an error, and an error has its line of the configuration."""
-        with self._as_current(), self.oversight.watching(self), located(self._parts.config.given["cfg"]):
+        cfg, watchdog = self._parts.config.given["cfg"], self.oversight.watchdog
+        watching = NOTHING if watchdog is None else self.oversight.watching(self, watchdog)
+        with self._as_current(), watching, located(cfg) if isinstance(cfg, Config) else NOTHING:
             yield
 
     @contextmanager

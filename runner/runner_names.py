@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from .metrics.evaluator import Evaluator, build_evaluator, check_evaluator
 from .options import AutoScaleLR, FixedOptions
 from .parts import Parts, build_model, build_schedulers
 from .reporting import MessageHub, Reporter, Visualizer, build_log_processor
-from .reporting.model_outline import ModelOutline
+from .reporting.opening import ModelOutline
 from .run_folders import recorded
 
 if TYPE_CHECKING:
@@ -89,8 +90,13 @@ class AlsoOnClass:
         return functools.update_wrapper(functools.partial(self._function, instance), self._function)
 
 
-def _of_parts(name: str) -> Any:
-    return property(lambda self: getattr(self._parts, name), lambda self, value: setattr(self._parts, name, value))
+def _reads(path: str, doc: str) -> Any:
+    """A property that reads what a part of the runner has: ``strategy.topology.rank``."""
+    return property(attrgetter(path), doc=doc)
+
+
+def _of_parts(name: str, doc: str | None = None) -> Any:
+    return property(attrgetter(f"_parts.{name}"), lambda self, value: setattr(self._parts, name, value), doc=doc)
 
 
 class RunnerNames:
@@ -133,15 +139,8 @@ class RunnerNames:
         own = {key: value for key, value in given.items() if value is not None and key != "cfg"}
         return recorded(own, given["cfg"], self.seed)
 
-    @property
-    def rank(self) -> int:
-        """Index of this process, from 0."""
-        return self.strategy.topology.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.strategy.topology.world_size
+    rank: int = _reads("strategy.topology.rank", "Index of this process, from 0.")
+    world_size: int = _reads("strategy.topology.world_size", "Number of processes.")
 
     @property
     def distributed(self) -> bool:
@@ -166,25 +165,10 @@ class RunnerNames:
         loop = self._parts.train_loop
         return loop.iter if loop else 0
 
-    @property
-    def max_epochs(self) -> int:
-        """Total number of epochs."""
-        return self.train_loop.max_epochs
-
-    @property
-    def max_iters(self) -> int:
-        """Total number of updates."""
-        return self.train_loop.max_iters
-
-    @property
-    def reporters(self) -> list[Reporter]:
-        """The reporters of ``visualizer``."""
-        return self.visualizer.reporters
-
-    @property
-    def hooks(self) -> list[Hook]:
-        """The hooks in the order in which they run."""
-        return self.hook_calls.hooks
+    max_epochs: int = _reads("train_loop.max_epochs", "Total number of epochs.")
+    max_iters: int = _reads("train_loop.max_iters", "Total number of updates.")
+    reporters: list[Reporter] = _reads("visualizer.reporters", "The reporters of ``visualizer``.")
+    hooks: list[Hook] = _reads("hook_calls.hooks", "The hooks in the order in which they run.")
 
     @property
     def checkpoint_dir(self: Run) -> Path:
@@ -262,24 +246,15 @@ class RunnerNames:
         assert self._parts.stepper is not None
         return self._parts.stepper
 
-    @property
-    def outline(self) -> ModelOutline:
-        """How many parameters the parts of the model have; after the model was set up."""
-        return self._parts.outline
-
-    @property
-    def optim_wrapper(self) -> OptimWrapper | OptimWrapperDict | None:
-        """The optimizer wrapper, or several of them; None without training."""
-        return self._parts.optim_wrapper
-
-    @optim_wrapper.setter
-    def optim_wrapper(self, wrapper: OptimWrapper | OptimWrapperDict | None) -> None:
-        self._parts.optim_wrapper = wrapper
-
-    @property
-    def schedulers(self) -> dict[str, list[Any]]:
-        """The parameter schedulers of each optimizer, by its name."""
-        return self._parts.schedulers
+    outline: ModelOutline = _reads(
+        "_parts.outline", "How many parameters the parts of the model have; after the model was set up."
+    )
+    optim_wrapper: OptimWrapper | OptimWrapperDict | None = _of_parts(
+        "optim_wrapper", "The optimizer wrapper, or several of them; None without training."
+    )
+    schedulers: dict[str, list[Any]] = _reads(
+        "_parts.schedulers", "The parameter schedulers of each optimizer, by its name."
+    )
 
     @property
     def train_loop(self) -> TrainLoop:
@@ -320,10 +295,9 @@ class RunnerNames:
     _val_loop = _of_parts("val_loop")
     _test_loop = _of_parts("test_loop")
 
-    @property
-    def train_dataloader(self) -> Any:
-        """The training data: a DataLoader, or another source of batches."""
-        return self.train_loop.loader
+    train_dataloader: Any = _reads(
+        "train_loop.loader", "The training data: a DataLoader, or another source of batches."
+    )
 
     @property
     def val_dataloader(self) -> Any:
@@ -345,15 +319,10 @@ class RunnerNames:
         """The Evaluator of testing; None if testing is not configured."""
         return getattr(self.test_loop, "evaluator", None)
 
-    @property
-    def val_interval(self) -> int:
-        """Epochs or iterations between validations."""
-        return self.train_loop.val_interval
-
-    @property
-    def val_begin(self) -> int:
-        """First epoch or iteration, counted from 1, after which validation may run."""
-        return self.train_loop.val_begin
+    val_interval: int = _reads("train_loop.val_interval", "Epochs or iterations between validations.")
+    val_begin: int = _reads(
+        "train_loop.val_begin", "First epoch or iteration, counted from 1, after which validation may run."
+    )
 
     @property
     def model_name(self) -> str:
@@ -361,22 +330,16 @@ class RunnerNames:
         self._parts.set_up()
         return type(self.strategy.module).__name__
 
-    @property
-    def deterministic(self) -> bool:
-        """Whether deterministic algorithms were asked for."""
-        return self.options.randomness.deterministic
-
+    deterministic: bool = _reads("options.randomness.deterministic", "Whether deterministic algorithms were asked for.")
     # Checkpoints
 
-    @property
-    def hugging_face(self) -> Description | None:
-        """What exports have to know of a model of transformers; None for other models, and before it is built."""
-        return self._parts.hugging_face
-
-    @property
-    def resumed_from(self) -> Path | None:
-        """The checkpoint that training went on from; None: it began anew."""
-        return self._checkpoints.resumed_from
+    hugging_face: Description | None = _reads(
+        "_parts.hugging_face",
+        "What exports have to know of a model of transformers; None for other models, and before it is built.",
+    )
+    resumed_from: Path | None = _reads(
+        "_checkpoints.resumed_from", "The checkpoint that training went on from; None: it began anew."
+    )
 
     def finish_saving(self, wait: bool = True) -> bool:
         """Wait for the save in progress in the background; with ``wait=False`` only ask whether it is complete.
@@ -407,10 +370,7 @@ class RunnerNames:
         """The complete checkpoint of the present position in training, if this run saved one to go on from."""
         return self._checkpoints.saver.saved_here()
 
-    @property
-    def saving_s(self) -> float:
-        """Seconds that training has waited for saves so far."""
-        return self._checkpoints.saver.seconds
+    saving_s: float = _reads("_checkpoints.saver.seconds", "Seconds that training has waited for saves so far.")
 
     def export_hugging_face(self, folder: str | Path, **options: Any) -> list[Path]:
         """Write the model of transformers that is trained to a folder which ``from_pretrained`` loads; a collective.

@@ -329,7 +329,8 @@ class Strategy:
         self.join()
         check_sizes(model)
         shaped = partial(shape_of, self)
-        if found := first_difference(description(model, shaped)):
+        several = not dist.is_alone()
+        if several and (found := first_difference(description(model, shaped))):
             raise StrategyError(f"model: {found}; every process has to build the same model")
         if optim is not None:
             optim.attach(self.device, self.autocast)
@@ -352,7 +353,8 @@ class Strategy:
             self._compile(self._model)
         if optim is not None:
             optim.build(self.module)
-            if found := first_difference(recipe_of(optim), kind=f"part {self.topology.index_in_model} of the model"):
+            part = f"part {self.topology.index_in_model} of the model"
+            if several and (found := first_difference(recipe_of(optim), kind=part)):
                 raise StrategyError(f"{found}; every process has to be configured alike")
             if self.topology.model is not None:
                 spread_updates(optim, self.parameters(), self.topology, self.device)
@@ -365,7 +367,8 @@ class Strategy:
             noted.unchanged = AsAtSetup(lambda: self.module, self._arranged())
             check_savable(self.module, left_out(self))
             noted.at_setup = tensor_names(self.module)
-        noted.names.gather(self.module)
+        if several:
+            noted.names.gather(self.module)
         return self._model, optim
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
@@ -378,7 +381,8 @@ class Strategy:
     def _place(self, model: nn.Module) -> None:
         """Move the model to the device, and give every process rank 0's weights."""
         model.to(self.device)
-        share_weights(model)
+        if not dist.is_alone():
+            share_weights(model)
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         """Return the module to call instead of ``model``, which is on the device and equal on all processes."""

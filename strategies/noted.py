@@ -396,7 +396,7 @@ class Noted:
         self.read_later: frozenset[str] = frozenset()
         self.is_whole = False
         self.frozen_prints = FrozenPrints()
-        self.replica_check = ReplicaCheck()
+        self.replica_check: ReplicaCheck | None = None
 
     def check_unchanged(self) -> None:
         """Raise StrategyError if parameters were changed since ``setup`` in a way that training would miss; before every update."""

@@ -46,6 +46,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_quantised(value: Tensor) -> bool:
+    """Whether a tensor is quantised in a way that cannot be written to a checkpoint."""
+    return type(value).__module__.partition(".")[0] in QUANTISERS and hasattr(value, "__tensor_flatten__")
+
+
 def check_tensor(key: str, tensor: Tensor) -> None:
     """Raise CheckpointError if a checkpoint cannot hold the tensor; ``key`` is its name in the message."""
     if tensor.dtype not in DTYPE_NAMES:

@@ -146,7 +146,7 @@ def _note(origin: Origin, frame: FrameType, own: Any) -> None:
         origin.part = origin.kind = ""
     elif module == "runner.loops.step":
         _note_step(origin, function)
-    elif module == "runner.hooks.param_scheduler" and "scheduler" in frame.f_locals:
+    elif module == "runner.hooks.small_hooks" and "scheduler" in frame.f_locals:
         kind = type(frame.f_locals["scheduler"]).__name__
         origin.part, origin.kind = f"param_scheduler ({kind}.step)", "optimizer"
     elif module.startswith("optim.") and function in _OF_OPTIM:

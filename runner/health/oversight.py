@@ -48,14 +48,13 @@ class Oversight:
         self.watchdog = Watchdog(self, options)
 
     @contextmanager
-    def watching(self, run: Run) -> Iterator[None]:
+    def watching(self, run: Run, watchdog: Watchdog) -> Iterator[None]:
         """Context in which the watchdog watches, and tells the other processes if this one fails in setting up."""
-        watchdog = self.watchdog
-        with nullcontext() if watchdog is None else watchdog.watching(run):
+        with watchdog.watching(run):
             try:
                 yield
             except BaseException as error:
-                if watchdog is not None and not watchdog.has_told:
+                if not watchdog.has_told:
                     tell_others(run, error, watchdog)
                 raise
 
@@ -110,18 +109,15 @@ def told_progress(run: Run) -> Iterator[None]:
         facts |= {"job": job(), "restarts": restarts()}
     if run.rank == 0:
         append_event(run.work_dir, "started", **facts, log=run.log_dir)
-    with _written_down(run):
+    path = os.environ.get(PROGRESS)
+    with _written_down(run, path) if path and os.environ.get("LOCAL_RANK") == "0" else nullcontext():
         yield
     if run.rank == 0:
         append_event(run.work_dir, "finished", iter=run.iter)
 
 
 @contextmanager
-def _written_down(run: Run) -> Iterator[None]:
-    path = os.environ.get(PROGRESS)
-    if not path or os.environ.get("LOCAL_RANK") != "0":
-        yield
-        return
+def _written_down(run: Run, path: str) -> Iterator[None]:
     began, file = run.iter, ProgressFile(path)
 
     def write() -> None:

@@ -10,10 +10,16 @@ from .ema import EMAHook, TeacherHook
 from .hook import POINTS, Hook, HookDispatcher, Priority, get_priority
 from .logger import LoggerHook
 from .nonfinite import NonFiniteHook
-from .param_scheduler import ParamSchedulerHook
 from .profiler import ProfilerHook
 from .runtime_info import IterTimerHook, RuntimeInfoHook
-from .small_hooks import CheckReplicasHook, DistSamplerSeedHook, EmptyCacheHook, PrepareTTAHook, SyncBuffersHook
+from .small_hooks import (
+    CheckReplicasHook,
+    DistSamplerSeedHook,
+    EmptyCacheHook,
+    ParamSchedulerHook,
+    PrepareTTAHook,
+    SyncBuffersHook,
+)
 
 DEFAULT_HOOKS: dict[str, dict[str, Any]] = {
     "runtime_info": {"type": "RuntimeInfoHook"},

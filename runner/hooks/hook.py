@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from enum import IntEnum
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...core.base.errors import ConfigError, nearest, one_of, suggest
 from ...core.base.overriding import refuse_unused
@@ -316,7 +316,14 @@ class Hook:
 
 
 HookCall = Callable[..., None]
-_Table = dict[str, tuple[HookCall, ...]]
+
+
+class _Table(dict[str, tuple[HookCall, ...]]):
+    """The methods to call at each hook point."""
+
+    def __missing__(self, point: str) -> NoReturn:
+        raise ConfigError(f'call_hook: "{point}" is no hook point{suggest(point, POINTS)}')
+
 
 _NAMES = (*POINTS, *dict.fromkeys(name for groups in HOOK_POINTS.values() for name in groups))
 
@@ -346,19 +353,16 @@ class HookDispatcher:
 
     ``dispatcher[point]`` is a tuple of bound methods. A loop may call them directly, which avoids passing the arguments
     through ``call``. Registering a hook makes new tuples, so a loop looks them up again at every epoch.
+
+    Attributes:
+        hooks: the hooks in the order in which they run at every hook point.
     """
 
     def __init__(self, hooks: Iterable[Hook] = ()) -> None:
         self._entries: list[tuple[int, Hook, _Table]] = []
-        self._table: _Table = {}
         for hook in hooks:
-            self._insert(hook, get_priority(hook.priority, f"{type(hook).__name__}.priority"))
+            self.register(hook)
         self._join()
-
-    @property
-    def hooks(self) -> list[Hook]:
-        """The hooks in the order in which they run at every hook point."""
-        return [hook for _, hook, _ in self._entries]
 
     def register(self, hook: Hook, priority: int | str | Priority | None = None) -> None:
         """Add ``hook`` after those of the same priority; ``priority`` overrides the hook's own.
@@ -373,23 +377,17 @@ class HookDispatcher:
         given = own if priority is None else get_priority(priority, where)
         if given != own:
             hook.priority = given  # who asks the hook is told what holds
-        self._insert(hook, given)
+        at = sum(1 for other, _, _ in self._entries if other <= given)
+        self._entries.insert(at, (given, hook, _table_of(hook)))
         self._join()
 
     def call(self, point: str, runner: Run, **kwargs: Any) -> None:
         """Call every hook that overrides ``point``."""
-        for method in self[point]:
+        for method in self._table[point]:
             method(runner, **kwargs)
 
     def __getitem__(self, point: str) -> tuple[HookCall, ...]:
-        try:
-            return self._table[point]
-        except KeyError:
-            raise ConfigError(f'call_hook: "{point}" is no hook point{suggest(point, POINTS)}') from None
-
-    def _insert(self, hook: Hook, priority: int) -> None:
-        at = sum(1 for other, _, _ in self._entries if other <= priority)
-        self._entries.insert(at, (priority, hook, _table_of(hook)))
+        return self._table[point]
 
     def refresh(self) -> None:
         """Find again which hook points are overridden; a hook may have a function as a new attribute."""
@@ -397,28 +395,28 @@ class HookDispatcher:
         self._join()
 
     def _join(self) -> None:
-        self._table = {point: tuple(call for _, _, own in self._entries for call in own[point]) for point in POINTS}
+        self.hooks = [hook for _, hook, _ in self._entries]
+        self._table = _Table(
+            {point: tuple(call for *_, own in self._entries for call in own[point]) for point in POINTS}
+        )
         # These two are called in every training iteration.
         self.before_train_iter = self._table["before_train_iter"]
         self.after_train_iter = self._table["after_train_iter"]
 
 
 def _table_of(hook: Hook) -> _Table:
-    return {point: tuple(_calls(hook, point, groups)) for point, groups in HOOK_POINTS.items()}
-
-
-def _calls(hook: Hook, point: str, groups: tuple[str, ...]) -> Iterator[HookCall]:
-    """Yield the methods of a hook to call at a hook point.
+    """Return the methods of a hook to call at each hook point.
 
     Hook's own method calls the group forms, so a hook that overrides the point does not reach them. A subclass of it
     that overrides a group form gets both calls, as in MMEngine.
     """
-    group = min((depth(hook, name, Hook) for name in groups), default=NOWHERE)
-    own = depth(hook, point, Hook)
-    if own < NOWHERE:
-        yield getattr(hook, point)
-    if group < own:
-        yield MethodType(getattr(Hook, point), hook)
+    table = _Table()
+    for point, groups in HOOK_POINTS.items():
+        group = min((depth(hook, name, Hook) for name in groups), default=NOWHERE)
+        own = depth(hook, point, Hook)
+        of_point = (getattr(hook, point),) if own < NOWHERE else ()
+        table[point] = (*of_point, MethodType(getattr(Hook, point), hook)) if group < own else of_point
+    return table
 
 
 # Arguments and methods of MMEngine's hooks that flextrain refuses.

@@ -24,10 +24,10 @@ from ...core.base.overriding import overridden
 from ...core.base.registry import HOOKS
 from ...core.checkpoint import find_latest, is_checkpoint
 from ...core.checkpoint.untrusted import one_line
-from ..reporting.console import Table, log_table
+from ..reporting.console import Table, is_interactive, log_table
 from ..reporting.log_processor import num_batches, units
-from ..reporting.opening import RunRecord, environment, opening
-from ..reporting.progress import ProgressBar, is_interactive, samples_per_iteration
+from ..reporting.opening import RunRecord, environment, opening, samples_per_iteration
+from ..reporting.progress import ProgressBar
 from ..reporting.reporter import plain_value
 from .checkpoint import CheckpointHook
 from .early_stopping import infer_rule, is_better, worst

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .console import check_log_level, close_logger, setup_logger
+from .console import check_log_level, close_logger, is_interactive, setup_logger
 from .history import HistoryBuffer
 from .jsonl import JsonLinesReporter
 from .log_processor import LogProcessor, build_log_processor
 from .message_hub import MessageHub
-from .progress import ProgressBar, is_interactive
+from .progress import ProgressBar
 from .reporter import Reporter
 from .trackers import MlflowReporter, TensorboardReporter, WandbReporter
 from .visualizer import Visualizer, build_reporters, build_visualizer

@@ -190,6 +190,18 @@ def is_passed_on() -> bool:
     return "OMPI_COMM_WORLD_RANK" in os.environ or "PMIX_RANK" in os.environ
 
 
+def is_interactive(console: Console | None = None) -> bool:
+    """True if standard output is a terminal on which a line can be redrawn.
+
+    Under ``mpirun`` it is taken for none, because what mpirun passes on may go to a file.
+    ``LoggerHook(progress_bar=True)`` shows a bar there too.
+    """
+    console = console or Console(markup=False, emoji=False)
+    if is_passed_on():
+        return False
+    return console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
+
+
 def setup_logger(log_level: int | str = "INFO", log_file: str | Path | None = None, rank: int = 0) -> logging.Logger:
     """Configure and return the logger ``flextrain`` of this process.
 

@@ -16,23 +16,11 @@ from rich.progress_bar import ProgressBar as Bar
 from rich.table import Table
 from rich.text import Text
 
-from ..data.user_loaders import batch_size
-from .console import console_handler, is_passed_on
+from .console import console_handler
+from .opening import samples_per_iteration
 
 if TYPE_CHECKING:
     from ..run import Run
-
-
-def is_interactive(console: Console | None = None) -> bool:
-    """True if standard output is a terminal on which a line can be redrawn.
-
-    Under ``mpirun`` it is taken for none, because what mpirun passes on may go to a file.
-    ``LoggerHook(progress_bar=True)`` shows a bar there too.
-    """
-    console = console or Console(markup=False, emoji=False)
-    if is_passed_on():
-        return False
-    return console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
 
 
 class ProgressBar:
@@ -130,11 +118,3 @@ def _forget_bar() -> None:
         stream = getattr(sys, name)
         if isinstance(stream, FileProxy):
             setattr(sys, name, stream.rich_proxied_file)
-
-
-def samples_per_iteration(runner: Run) -> int | None:
-    """Return the samples of an update over all processes; None if the dataloader does not say."""
-    size = batch_size(runner.train_dataloader)
-    if size is None:
-        return None
-    return size * runner.strategy.topology.data.count * runner.accumulate

@@ -300,7 +300,9 @@ def save(
     if not is_export and (prints := fingerprints_of_left_out(strategy)):
         state[LEFT_OUT] = prints
     staging = staging or Staging()
-    staging.compared = {key for key, tensor in check_replicas(strategy).items() if _is_same(state.get(key), tensor)}
+    if not topology.is_alone:
+        compared = check_replicas(strategy)
+        staging.compared = {key for key, tensor in compared.items() if _is_same(state.get(key), tensor)}
     options: dict[str, Any] = dict(
         per_rank={"own_losses": runner.message_hub.own_losses()} if topology.reports else None,
         in_own_file=own if topology.reports else None,

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from ...core.base.errors import CheckpointError, ConfigError, StorageError, counted, suggest
 from ...core.base.events import append_event
-from ...core.base.tensors import check_tensor, size_text
+from ...core.base.tensors import check_tensor, is_quantised, size_text
 from ...core.checkpoint import PendingSave, Staging, is_local, remove_checkpoint, what_is_not_finite
 from ...core.checkpoint.directory import check_no_other_files, temporary, to_json
 from ...core.checkpoint.load import Checkpoint
 from ...core.checkpoint.untrusted import one_line
 from ...core.comm.agreement import raising_together, told_by_rank_0
-from ..transforms.apply import needs_leaving_out
 from . import run_state
 from .resumed_schedules import scheduler_states
 from .run_state import hook_state, named_hooks
@@ -239,7 +238,7 @@ def check_can_be_saved(run: Run) -> None:
         state.update(scheduler_states(run))
         for key, value in state.items():
             if isinstance(value, Tensor):
-                if needs_leaving_out(value):
+                if is_quantised(value):
                     raise CheckpointError(
                         f"{key}: is quantised ({type(value).__name__}), and checkpoints cannot hold quantised weights; leave them out, "
                         "strategy=dict(type=..., exclude_frozen_parameters=True)"

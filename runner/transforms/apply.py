@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from ...core.base.config import check_call
 from ...core.base.errors import ConfigError, FlexTrainError, counted, one_line, one_of
 from ...core.base.registry import TRANSFORMS
-from ...core.base.tensors import QUANTISERS
+from ...core.base.tensors import is_quantised
 from ...core.hugging_face.pretrained import pretrained_in
 from ...core.model.base_model import BaseTTAModel
 from ...core.model.deferred import LooksAtValues
@@ -62,15 +62,13 @@ def build_transforms(given: Any) -> tuple[Transform, ...]:
 
     Args:
         given: a list of functions that take the module, of names, of ``dict(type=..., **arguments)``, and of ``peft.LoraConfig``,
-            which stands for ``dict(type="LoRA", ...)`` with its arguments; None: none. A type
+            which stands for ``dict(type="LoRA", ...)`` with its arguments. A type
             that is a class is called with the arguments, and the object with the module. A type that is a function is called
             with the module first, and the arguments.
 
     Raises:
         ConfigError: an unknown name, or a wrong argument.
     """
-    if given is None:
-        return ()
     if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
         shown = f'"{given}"' if isinstance(given, str) else type(given).__name__
         raise ConfigError(f"transforms: {shown} is not allowed, {_LIST}")
@@ -372,11 +370,6 @@ def _generator_state(seed: int, index: int) -> Tensor:
 # them.
 
 
-def needs_leaving_out(value: Tensor) -> bool:
-    """Whether a tensor is quantised in a way that cannot be written to a checkpoint."""
-    return type(value).__module__.partition(".")[0] in QUANTISERS and hasattr(value, "__tensor_flatten__")
-
-
 def check_left_out(transforms: Sequence[Transform], model: Any, leaves_out: bool | None) -> None:
     """Check before anything is built that a run with quantised weights does not save them.
 
@@ -392,7 +385,7 @@ def check_left_out(transforms: Sequence[Transform], model: Any, leaves_out: bool
         return
     who = next((f"{each.where}: {each.name}" for each in transforms if each.quantises), "")
     if not who and isinstance(model, nn.Module):
-        name = next((name for name, each in model.named_parameters() if needs_leaving_out(each)), "")
+        name = next((name for name, each in model.named_parameters() if is_quantised(each)), "")
         who = f"model.{name}: is quantised" if name else ""
     if who:
         raise ConfigError(

@@ -6,6 +6,7 @@ from functools import singledispatch
 
 from torch import Tensor, nn
 
+from ...core.comm.replica_check import ReplicaCheck
 from ...optim.canonical import STATE
 from ..base import Strategy
 
@@ -41,6 +42,6 @@ def check_replicas(strategy: Strategy) -> dict[str, Tensor]:
     Raises:
         DivergenceError: on every process, if replicas differ; it names a tensor and the ranks.
     """
-    if strategy.topology.is_alone:
-        return {}
-    return strategy.noted.replica_check.check(replicas(strategy), dict(strategy.module.named_buffers()))
+    noted = strategy.noted
+    noted.replica_check = noted.replica_check or ReplicaCheck()
+    return noted.replica_check.check(replicas(strategy), dict(strategy.module.named_buffers()))
