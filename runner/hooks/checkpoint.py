@@ -271,6 +271,7 @@ class CheckpointHook(Hook):
             raise ConfigError(f"{where}.{missing}: missing, {given} needs it")
         self.interval = interval
         self.by_epoch = by_epoch
+        self._unit = "epoch" if by_epoch else "iter"
         self.save_optimizer = save_optimizer
         self.save_param_scheduler = save_param_scheduler
         self.max_keep_ckpts = max_keep_ckpts
@@ -305,10 +306,6 @@ class CheckpointHook(Hook):
     def best_scores(self) -> dict[str, Any]:
         """The best value of each monitored metric, and its checkpoint: ``{"accuracy": {"score", "checkpoint"}}``."""
         return self._best.state_dict()
-
-    @property
-    def _unit(self) -> str:
-        return "epoch" if self.by_epoch else "iter"
 
     def out_dir(self, runner: Run) -> Path:
         """Return the folder that checkpoints are saved to."""

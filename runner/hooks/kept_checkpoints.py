@@ -91,6 +91,8 @@ class KeptCheckpoints:
 
     def go_on(self, runner: Run, folder: Path) -> None:
         """Continue with the checkpoints that a resumed run had kept; a collective."""
+        if not (self._kept or self._marked):
+            return
         if self._kept:
             # A checkpoint is marked only after it is written, too late for this hook's state in it.
             is_bad: bool = broadcast_object(runner.rank == 0 and is_marked(self.path(folder, self._kept[-1])))
@@ -99,12 +101,15 @@ class KeptCheckpoints:
 
     def sort_in(self, runner: Run, folder: Path, number: int) -> None:
         """Count a completed checkpoint among the good or the marked ones, then delete old ones."""
-        if number in self._kept and runner.was_marked(self.path(folder, number)):
+        path = self.path(folder, number)
+        if number in self._kept and runner.was_marked(path):
             self._kept.remove(number)
             self._marked.append(number)
-        self._prune(runner, folder)
-        self.prune_between(runner, folder, self.path(folder, number).name)
-        self.remove_others(runner, folder, self.path(folder, number).name)
+        if self._max_keep >= 1:
+            self._prune(runner, folder)
+            self.prune_between(runner, folder, path.name)
+        if self.others:
+            self.remove_others(runner, folder, path.name)
 
     def path(self, folder: Path, number: int) -> Path:
         """The path of the checkpoint with this number."""

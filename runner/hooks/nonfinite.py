@@ -18,7 +18,6 @@ from ...core.base.tensors import nonfinite
 from ...core.checkpoint import find_latest, what_is_not_finite
 from ...core.comm import collectives as dist
 from ...core.comm.collectives import all_gather_object, broadcast_object
-from ..reporting.history import HistoryBuffer
 from ..reporting.message_hub import AVERAGED, MessageHub
 from ..resume.weights import nonfinite_weights, own_nonfinite
 from .hook import Hook
@@ -200,18 +199,6 @@ class Look:
     """Number of the oldest of these iterations whose values are no longer kept."""
 
 
-@dataclass
-class _Watched:
-    key: str
-    history: HistoryBuffer
-    seen: int = 0
-    """Number of updates at the last look."""
-
-    def new(self) -> list[Any]:
-        """Return the values since the last look, newest first."""
-        return self.history.newest(self.history.updates - self.seen)
-
-
 class Witness:
     """Looks at losses and gradient norms in the message hub, after they were read for a log line.
 
@@ -227,46 +214,36 @@ class Witness:
     def __init__(self, hub: MessageHub, iteration: int, norms: bool) -> None:
         self._hub, self._iteration = hub, iteration
         self._names = re.compile("loss|grad_norm" if norms else "loss")
-        self._watched: list[_Watched] = []
-        self._size = 0
-        for watched in self._all():
-            watched.seen = watched.history.updates
-        hub.beside = self._others
+        self._seen: dict[str, int] = {}  # number of updates of each scalar at the last look
+        self._new(is_looked_at=True)
+        hub.beside = lambda: [value for key, values in self._new().items() if key != AVERAGED for value in values]
 
     def look(self, iteration: int) -> Look:
         """Return what is new since the last look; the newest values belong to update number ``iteration``."""
         hub, several = self._hub, not self._hub.topology.is_alone
         own: list[NonfiniteFigure] = []
         is_agreed, is_bad, kept = not several, False, 0
-        for watched in self._all():
-            values = watched.new()
-            watched.seen = watched.history.updates
+        for key, values in self._new(is_looked_at=True).items():
             kept = max(kept, len(values))
-            if several and watched.key == AVERAGED:
+            if several and key == AVERAGED:
                 is_agreed = True
                 is_bad = bool(values) and not all(map(math.isfinite, (*map(float, values), hub.verdict.current())))
-                values = watched.history.averaged[::-1] if is_bad else []
-            own += self._not_finite(watched.key.removeprefix(_PREFIX), values, iteration)
+                values = hub.log_scalars[key].averaged[::-1] if is_bad else []
+            own += self._not_finite(key.removeprefix(_PREFIX), values, iteration)
         count, self._iteration = iteration - self._iteration, iteration
         if not (several and is_agreed):
             is_bad = bool(own)
         return Look(is_bad, is_agreed, tuple(sorted(own, key=_as_told)) if is_bad else (), count, count - kept)
 
-    def _all(self) -> list[_Watched]:
-        """Return the histories to look at; the list is extended when the hub has more scalars."""
-        scalars = self._hub.log_scalars
-        if len(scalars) != self._size:
-            known = {watched.key for watched in self._watched}
-            self._size = len(scalars)
-            self._watched += [
-                _Watched(key, history)
-                for key, history in scalars.items()
-                if key not in known and key.startswith(_PREFIX) and self._names.search(key)
-            ]
-        return self._watched
-
-    def _others(self) -> list[Any]:
-        return [value for watched in self._all() if watched.key != AVERAGED for value in watched.new()]
+    def _new(self, is_looked_at: bool = False) -> dict[str, list[Any]]:
+        """Return the values of each scalar since the last look, newest first."""
+        found = {}
+        for key, history in self._hub.log_scalars.items():
+            if key.startswith(_PREFIX) and self._names.search(key):
+                found[key] = history.newest(history.updates - self._seen.get(key, 0))
+                if is_looked_at:
+                    self._seen[key] = history.updates
+        return found
 
     def _not_finite(self, name: str, values: list[Any], iteration: int) -> Iterator[NonfiniteFigure]:
         for back, value in enumerate(values):

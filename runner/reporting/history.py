@@ -202,8 +202,6 @@ class HistoryBuffer:
             A number that is finite if all of ``beside`` is finite on all processes, which may pass different numbers of
             values; None if nothing was averaged.
         """
-        if topology.is_alone:
-            return None
         counts = self._counts
         own: list[tuple[Any, int]] = []
         for _ in range(self._local):

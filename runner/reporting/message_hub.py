@@ -136,7 +136,8 @@ class MessageHub(Shared):
         self._history = history
         self.topology = topology or Topology()
         self._retained: dict[str, int | None] = {}
-        self._scalars: dict[str, HistoryBuffer] = dict(log_scalars or {})
+        self.log_scalars: dict[str, HistoryBuffer] = dict(log_scalars or {})
+        """All scalars by key, in the order of their first value."""
         self._info: dict[str, Any] = dict(runtime_info or {})
         self._computed: dict[str, Callable[[], Any]] = {}
         self._not_resumed = {key for key, resumed in (resumed_keys or {}).items() if not resumed}
@@ -150,11 +151,6 @@ class MessageHub(Shared):
         """Returns further values to check together with the averaged losses; see ``Witness``."""
         self.verdict = HistoryBuffer(max_length=1, name="verdict")
         """A number that is finite if all values of ``beside`` were finite, on all processes."""
-
-    @property
-    def log_scalars(self) -> Mapping[str, HistoryBuffer]:
-        """All scalars by key, in the order of their first value."""
-        return self._scalars
 
     @property
     def runtime_info(self) -> Mapping[str, Any]:
@@ -203,8 +199,10 @@ class MessageHub(Shared):
 
     def history(self, key: str) -> HistoryBuffer:
         """Return the history of a scalar, new if the scalar has no value yet; for appending in every iteration."""
-        buffer = self._scalars.get(key)
-        return self._add(key) if buffer is None else buffer
+        if key not in self.log_scalars:
+            longest = _larger(self._retained.get(key, 0), self._history)
+            self.log_scalars[key] = HistoryBuffer(max_length=longest, name=key)
+        return self.log_scalars[key]
 
     def get_scalar(self, key: str) -> HistoryBuffer:
         """Return the history of a scalar.
@@ -212,9 +210,9 @@ class MessageHub(Shared):
         Raises:
             KeyError: the scalar has no history yet.
         """
-        if key not in self._scalars:
-            raise KeyError(f"message hub: no scalar {key!r}, there are {sorted(self._scalars)}")
-        return self._scalars[key]
+        if key not in self.log_scalars:
+            raise KeyError(f"message hub: no scalar {key!r}, there are {sorted(self.log_scalars)}")
+        return self.log_scalars[key]
 
     def get_info(self, key: str, default: Any = None) -> Any:
         """Return an info, or ``default`` if it is not set."""
@@ -233,13 +231,13 @@ class MessageHub(Shared):
         Tensors are read at every log line, so only a list of numbers grows.
         """
         self._retained[key] = _larger(self._retained.get(key, 0), history)
-        if key in self._scalars:
-            self._scalars[key].grow(history)
+        if key in self.log_scalars:
+            self.log_scalars[key].grow(history)
 
     def retain_all(self, history: int) -> None:
         """Keep at least ``history`` values of every key from now on."""
         self._history = max(self._history, history)
-        for buffer in self._scalars.values():
+        for buffer in self.log_scalars.values():
             buffer.grow(history)
 
     def fetch(self, prefix: str = "", reduce: str | None = None) -> None:
@@ -254,23 +252,23 @@ class MessageHub(Shared):
         if reduce is not None:
             self.readings += 1
             waiting, self.waiting = self.waiting, waiting
-            if reduce in self._scalars:
-                verdict = self._scalars[reduce].reduce(self.topology, self.beside() if self.beside else ())
+            if reduce in self.log_scalars and not self.topology.is_alone:
+                verdict = self.log_scalars[reduce].reduce(self.topology, self.beside() if self.beside else ())
                 if verdict is not None:
                     self.verdict.append(verdict)
-        fetch([self.verdict, *(buffer for key, buffer in self._scalars.items() if key.startswith(prefix))], waiting)
+        fetch([self.verdict, *(buffer for key, buffer in self.log_scalars.items() if key.startswith(prefix))], waiting)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scalars, and those infos that JSON can represent."""
         self.fetch()
         return {
-            "scalars": {k: buffer.state_dict() for k, buffer in self._scalars.items() if k not in self._not_resumed},
+            "scalars": {k: buffer.state_dict() for k, buffer in self.log_scalars.items() if k not in self._not_resumed},
             "info": {k: v for k, v in self._info.items() if k not in self._not_resumed and _is_plain_value(v)},
         }
 
     def own_losses(self) -> list[float]:
         """Return this process's losses since the last log line, not yet averaged; this state differs by data shard."""
-        return self._scalars[AVERAGED].own(self.topology) if AVERAGED in self._scalars else []
+        return self.log_scalars[AVERAGED].own(self.topology) if AVERAGED in self.log_scalars else []
 
     def load_state_dict(self, state: Mapping[str, Any], own_losses: Sequence[Sequence[float]] = ((),)) -> None:
         """Continue from the result of ``state_dict``, and from ``own_losses`` of every data shard."""
@@ -279,18 +277,12 @@ class MessageHub(Shared):
             history.grow(len(saved["values"]))  # ``retain`` may not have been called yet
             history.load_state_dict(saved)
         if own_losses[0]:
-            self._scalars[AVERAGED].load_own(own_losses, self.topology)
+            self.log_scalars[AVERAGED].load_own(own_losses, self.topology)
         self._info.update(state["info"])
 
     @classmethod
     def _without_runner(cls) -> MessageHub:
         return cls.get_instance("flextrain")  # MMEngine has a hub at any time too, which tests of models use
-
-    def _add(self, key: str) -> HistoryBuffer:
-        buffer = self._scalars[key] = HistoryBuffer(
-            max_length=_larger(self._retained.get(key, 0), self._history), name=key
-        )
-        return buffer
 
 
 def _larger(one: int | None, other: int | None) -> int | None:

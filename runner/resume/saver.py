@@ -122,14 +122,8 @@ class Saver:
             CheckpointError: this save failed, or the previous one failed in the background. A StorageError only if
                 ``on_error`` of that save is "raise".
         """
+        self.finish()
         began = time.monotonic()
-        try:
-            self._save(path, in_background=in_background, on_error=on_error, **options)
-        finally:
-            self.seconds += time.monotonic() - began
-
-    def _save(self, path: Path, *, in_background: bool, on_error: str, **options: Any) -> None:
-        self._finish()
         self._at = self._run.train_loop.state_dict()["iter"] or 0
         self._goes_on = on_error == "continue"
         is_whole = options.get("save_optimizer", True) and options.get("save_param_scheduler", True)
@@ -145,6 +139,8 @@ class Saver:
         else:
             if not in_background:
                 self._note_saved(path)
+        finally:
+            self.seconds += time.monotonic() - began
 
     def finish(self, wait: bool = True) -> bool:
         """Return True if no save is in progress; with ``wait``, wait for it first.
@@ -152,27 +148,20 @@ class Saver:
         Raises:
             CheckpointError: the save in progress failed, and training is not to go on without it.
         """
-        if self._pending is None:
-            return True
-        began = time.monotonic()
-        try:
-            return self._finish(wait)
-        finally:
-            self.seconds += time.monotonic() - began
-
-    def _finish(self, wait: bool = True) -> bool:
-        pending = self._pending
+        pending, began = self._pending, time.monotonic()
         if pending is None:
             return True
         if not wait and not pending.is_done():
             return False
-        pending.join()  # if this is interrupted, the save stays in progress
-        self._pending = None
         try:
+            pending.join()  # if this is interrupted, the save stays in progress
+            self._pending = None
             pending.wait()
         except CheckpointError as error:
             self._note_failed(pending.path, error)
             return True
+        finally:
+            self.seconds += time.monotonic() - began
         self._note_saved(pending.path)
         self._run.logger.info(f"Checkpoint {pending.path.name} is complete, written in {pending.seconds:.1f} s")
         return True
