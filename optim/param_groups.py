@@ -434,9 +434,11 @@ def check_optimizer(
 
 
 def _constructor(given: Any, cfg: Mapping[str, Any], paramwise_cfg: Any, where: str) -> Any:
-    """Return the constructor, made and checked."""
+    """Return the constructor, made and checked; None if no setting tells parameters apart."""
     key = f"{where}.constructor"
     maker: Any = OPTIM_WRAPPER_CONSTRUCTORS.resolve(given, key)
+    if maker is DefaultOptimWrapperConstructor and paramwise_cfg is None:
+        return None
     refuse_foreign(maker, key, "flextrain.DefaultOptimWrapperConstructor", OPTIM_WRAPPER_CONSTRUCTORS)
     if inspect.isclass(maker):
         _refuse_other_ways(maker, maker.__name__, key)
@@ -502,6 +504,9 @@ def make_groups(recipe: OptimizerRecipe, model: nn.Module) -> list[dict[str, Any
         ConfigError: a parameter is left out, is in several groups, or is no parameter of the model.
     """
     maker, where = recipe.constructor, recipe.where
+    if maker is None:
+        parameters = list(model.parameters())
+        return [{"params": parameters}] if parameters else []
     before = dict(model.named_parameters(remove_duplicate=False))
     if hasattr(maker, "param_groups"):
         groups = maker.param_groups(model)

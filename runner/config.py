@@ -19,7 +19,6 @@ from ..core.base.errors import ConfigError, counted, suggest
 from ..core.base.registry import MODELS
 from ..core.checkpoint.untrusted import one_line
 from ..core.comm.agreement import first_difference
-from ..core.comm.collectives import is_alone
 from ..core.hugging_face.pretrained import Pretrained
 from ..core.model.base_model import BaseTTAModel, overrides
 from ..optim.schedulers import check_param_schedulers
@@ -444,8 +443,6 @@ _PLAIN_TYPES = (type(None), bool, int, float, str, enum.Enum, torch.dtype)
 
 def check_agreement(config: RunConfig) -> None:
     """Raise ConfigError on every process if the configurations differ; a collective."""
-    if is_alone():
-        return
     if found := first_difference(dict(_described(config))):
         raise ConfigError(f"{found}; every process has to be configured alike")
 

@@ -152,7 +152,8 @@ class FlexibleRunner(RunnerNames):
                 self.oversight.watch_processes(self.options.env_cfg.watchdog_options)
             meet(self.strategy, "FlexibleRunner()")
             self.oversight.start(self)
-        check_agreement(config)
+        if self.distributed:
+            check_agreement(config)
         hooks = config.hooks
         if self.options.env_cfg.plan is not None:
             spec = {"type": "plan", "plan": self.options.env_cfg.plan}

@@ -189,21 +189,23 @@ class UnequalMeans:
 
     Such a model gives a mean over each batch, so that the labels of a short batch count more. The first updates are
     looked at, and only labels of tokens on the CPU; no communication.
+
+    Args:
+        shards: number of processes that train on different data.
     """
 
-    def __init__(self) -> None:
-        self._left = _UPDATES
+    def __init__(self, shards: int) -> None:
+        self._shards, self._left = shards, _UPDATES
         self._seen: set[int] = set()
 
-    def look(self, stepper: Any, shards: int, window: Sequence[Any]) -> bool:
+    def look(self, stepper: Any, window: Sequence[Any]) -> bool:
         """Look at the micro-batches of an update, and return whether to look at the next one too.
 
         Args:
             stepper: makes the updates.
-            shards: number of processes that train on different data.
             window: the micro-batches.
         """
-        is_single = len(window) == 1 and shards == 1
+        is_single = len(window) == 1 and self._shards == 1
         # None says that the model means it so.
         if is_single or stepper.custom_train or hasattr(stepper.module, "loss_weight"):
             return False

@@ -83,18 +83,16 @@ def leaving_buffers(module: nn.Module) -> Iterator[None]:
                 setattr(part, name, buffer)
 
 
-def check_counted(counted: Counted | None, stepper: Any) -> None:
+def check_counted(counted: Counted, stepper: Any) -> None:
     """Check that the last update of an epoch can be the mean over its samples.
 
     Args:
-        counted: what counts in it; None: everything, equally.
+        counted: what counts in it.
         stepper: makes the update.
 
     Raises:
         ConfigError: the model weighs its micro-batches itself, or mixes the samples of all processes.
     """
-    if counted is None:
-        return
     where, instead = "train_dataloader.sampler.round_up: False", "leave round_up out, or give drop_last=True"
     if stepper.custom_train:
         raise ConfigError(

@@ -53,7 +53,7 @@ class TrainLoop(BaseLoop):
     ) -> None:
         super().__init__(runner, dataloader)
         self.val_begin = val_begin
-        self._means: UnequalMeans | None = UnequalMeans()
+        self._means: UnequalMeans | None = None
         self.val_interval: int = val_interval
         self.data = TrainData(
             self.loader,
@@ -144,11 +144,13 @@ class TrainLoop(BaseLoop):
         """Make the dry pass of validation, before the first update of this process."""
         with raising_together():  # it is built here, and only rank 0 looks at the folders that its metrics write to
             loop = self._runner.val_loop
-        if loop is not None and not getattr(loop, "has_own_methods", True):
+        if loop is None:
+            return
+        if not getattr(loop, "has_own_methods", True):
             self._runner.stepper.check_prediction("val")
         batches = self._runner.options.env_cfg.dry_batches
         done, end = (self._epoch, self.max_epochs) if self.by_epoch else (self._iter, self.max_iters)
-        if loop is not None and batches and done < end and not self._has_tried:
+        if batches and done < end and not self._has_tried:
             self._has_tried = True
             dry_run = getattr(loop, "dry_run", None)
             if dry_run is None:
@@ -213,13 +215,11 @@ class TrainLoop(BaseLoop):
         if not self._is_checked:
             self._is_checked = True
             runner.stepper.check(window, self.data.counted)
+            shards = runner.strategy.topology.data.count
+            self._means = UnequalMeans(shards) if shards > 1 or len(window) > 1 else None
         for hook in hooks.before_train_iter:
             hook(runner, idx, data_batch)
-        if (
-            self._means is not None
-            and self.data.counted is None
-            and not self._means.look(runner.stepper, runner.strategy.topology.data.count, window)
-        ):
+        if self._means is not None and self.data.counted is None and not self._means.look(runner.stepper, window):
             self._means = None
         outputs = self._update(data_batch)
         for hook in hooks.after_train_iter:
@@ -240,7 +240,8 @@ class TrainLoop(BaseLoop):
 
     def _due(self, stop: int | None = None) -> Iterator[Any]:
         """Yield what ``run_iter`` gets, up to the update ``stop`` of the epoch."""
-        check_counted(self.data.last_counted(self._epoch, stop), self._runner.stepper)
+        if (last := self.data.last_counted(self._epoch, stop)) is not None:
+            check_counted(last, self._runner.stepper)
         windows = self.data.windows(self._epoch, self._inner, stop)
         due = self._timed(map(itemgetter(0), windows) if self.data.accumulate == 1 else windows)
         return self._checked(due) if self.has_own_methods else due

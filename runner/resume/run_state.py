@@ -188,11 +188,6 @@ class SavedView:
         self._change_weights(found.pop("state_dict", None))
         return found
 
-    @property
-    def has_optimizer(self) -> bool:
-        """True if the state still has that of the optimizer."""
-        return any(key.startswith(_OPTIMIZER) for key in self._state)
-
     def _change_optimizer(self, found: Any) -> None:
         if found is None:
             for key in self._optimizer:
@@ -210,7 +205,7 @@ class SavedView:
         if new := sorted(found.keys() - self._weights.keys()):
             raise CheckpointError(f'{_WHERE}: a hook has added {new[0]} to checkpoint["state_dict"], {_OWN_KEY}')
         if lost := sorted(self._weights.keys() - found.keys()):
-            if self.has_optimizer:
+            if any(key.startswith(_OPTIMIZER) for key in self._state):
                 raise CheckpointError(
                     f'{_WHERE}: a hook has removed {lost[0]} from checkpoint["state_dict"], which makes resuming '
                     "impossible; save_optimizer=False saves only weights, and strategy=dict(exclude_frozen_parameters=True) "
@@ -287,17 +282,19 @@ def save(
     }
     hooks = {} if is_export else hook_states(runner)
     state.update({key: value for part in hooks.values() for key, value in part.items()})
-    view = SavedView(state)
-    runner.call_hook("before_save_checkpoint", checkpoint=view.checkpoint)
-    state.update(_flatten(view.apply(), "extra"))
+    if runner.hook_calls["before_save_checkpoint"]:
+        view = SavedView(state)
+        runner.call_hook("before_save_checkpoint", checkpoint=view.checkpoint)
+        state.update(_flatten(view.apply(), "extra"))
     # The averages of a buffer are saved by the process that saves the buffer.
-    others = {name for name, _ in strategy.module.named_buffers() if not saves(strategy, name)}
-    state = {key: value for key, value in state.items() if averaged_name(key) not in others}
+    if others := {name for name, _ in strategy.module.named_buffers() if not saves(strategy, name)}:
+        state = {key: value for key, value in state.items() if averaged_name(key) not in others}
     own: dict[str, Any] = {"rng": rng_state(strategy.device)}
     if trains:
         own["loader"] = runner.train_loop.data.loader_state()
     Participants(f"{path}: could not be saved").meet(path.name, float(strategy.config.timeout_s))
-    if not is_export and (prints := fingerprints_of_left_out(strategy)):
+    leaves_out = strategy.config.exclude_frozen_parameters and not is_export
+    if leaves_out and (prints := fingerprints_of_left_out(strategy)):
         state[LEFT_OUT] = prints
     staging = staging or Staging()
     if not topology.is_alone:
@@ -314,7 +311,7 @@ def save(
             **(_transposed(strategy.module) if found else {}),
         },
         written_by={"flextrain": __version__, "strategy": type(strategy).__name__},
-        is_latest=view.has_optimizer,  # without it a checkpoint cannot be resumed
+        is_latest=any(key.startswith(_OPTIMIZER) for key in state),  # without it a checkpoint cannot be resumed
         verify=verify,
         staging=staging,
         finite=keys_to_keep_finite(runner, state),
