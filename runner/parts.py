@@ -32,7 +32,7 @@ from .data.user_loaders import batch_size
 from .loops.base import BaseLoop
 from .loops.step import Stepper
 from .loops.train import VALIDATION_KEYS, EvalConfig, TrainConfig, TrainLoop
-from .reporting.opening import ModelOutline, outline
+from .reporting.model_outline import ModelOutline, outline
 from .resume.weights import ToRead, read_pretrained
 from .transforms.apply import transform
 

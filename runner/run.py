@@ -17,7 +17,7 @@ from .data.dataloaders import TrainData
 from .loops.step import Stepper
 from .options import FixedOptions
 from .reporting.message_hub import MessageHub
-from .reporting.opening import ModelOutline
+from .reporting.model_outline import ModelOutline
 from .reporting.visualizer import Visualizer
 
 

@@ -32,7 +32,7 @@ from .metrics.evaluator import Evaluator, build_evaluator, check_evaluator
 from .options import AutoScaleLR, FixedOptions
 from .parts import Parts, build_model, build_schedulers
 from .reporting import MessageHub, Reporter, Visualizer, build_log_processor
-from .reporting.opening import ModelOutline
+from .reporting.model_outline import ModelOutline
 from .run_folders import recorded
 
 if TYPE_CHECKING:

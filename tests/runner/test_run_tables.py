@@ -19,7 +19,7 @@ from flextrain.core.base.events import read_events
 from flextrain.runner.hooks import LoggerHook
 from flextrain.runner.reporting import opening
 from flextrain.runner.reporting.console import Table, log_table
-from flextrain.runner.reporting.opening import outline
+from flextrain.runner.reporting.model_outline import outline
 from flextrain.strategies.parts import state_memory
 from flextrain.strategies.parts.footprint import state_of_optimizer
 
