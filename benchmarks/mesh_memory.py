@@ -2,8 +2,8 @@
 
     python benchmarks/mesh_memory.py [--only tp2 pp2]
 
-A ledger adds up the storages of all tensors that exist, after every operation of a process, those inside of DTensors, of
-backward and of the optimizer too. Its peak, from the first update to the last, is the figure of a process; the process with the
+The ledger of `flextrain plan` adds up the storages of all tensors that exist, after every operation of a process, those inside
+of DTensors, of backward and of the optimizer too. Its peak, from the first update to the last, is the figure of a process; the process with the
 largest counts. "Kept" is what exists between two updates: parameters and optimizer state. The rest of the peak are gradients,
 activations and what is gathered or sent. Not seen: memory inside of one operation, and what gloo copies. Libraries and Python
 itself are left out, which a resident set cannot do. On one device the torch profiler's sum of all allocations gives the same
@@ -25,15 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from flextrain import OptimWrapper, Strategy
 from flextrain.core.base.registry import STRATEGIES
 from flextrain.core.comm import collectives as dist
+from flextrain.plan.ledger import Ledger, Network
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train
 
@@ -138,47 +135,6 @@ def batch(seed: int) -> dict[str, Tensor]:
     return {"input_ids": words[:, :-1].contiguous(), "labels": words[:, 1:].contiguous()}
 
 
-class Ledger(TorchDispatchMode):
-    """Adds up the storages of all tensors that exist, after every operation while it is active.
-
-    Attributes:
-        now, peak: bytes after the last operation, and the most that there were.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._storages: dict[int, StorageWeakRef] = {}
-
-    def note(self, tensors: Any) -> None:
-        """Take tensors into account that were there before."""
-        for tensor in tree_leaves(tensors):
-            if isinstance(tensor, Tensor):
-                storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-                if storage.device.type != "meta":  # tensors that only have a shape
-                    reference = StorageWeakRef(storage)
-                    self._storages[reference.cdata] = reference
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its operations on shards come here
-        out = func(*args, **(kwargs or {}))
-        self.note((args, out))  # of a collective, the result is an argument
-        self.add_up()
-        return out
-
-    def add_up(self) -> None:
-        """Count the storages that still exist."""
-        self.now = 0
-        for key in [*self._storages]:
-            storage = torch.UntypedStorage._new_with_weak_ptr(key)  # type: ignore[attr-defined]
-            if storage is None:
-                del self._storages[key]
-            else:
-                self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-
-
 def one_run(name: str) -> dict[str, float]:
     """In a worker: MB of a training of some updates."""
     torch.set_num_threads(1)
@@ -190,12 +146,12 @@ def one_run(name: str) -> dict[str, float]:
         optim = OptimWrapper(dict(type="AdamW", lr=1e-4), accumulative_counts=ACCUMULATE)
         model, built = strategy.setup(Model(), optim)
         gc.collect()
-        with Ledger() as ledger:
-            ledger.note([made for made in gc.get_objects() if type(made) in (Tensor, nn.Parameter, DTensor)])
+        with Ledger(strategy.topology.rank, Network(strategy.topology.world_size)) as ledger:
+            ledger.watch(strategy.module)
+            ledger.begin()
             train(strategy, model, built, [window] * UPDATES)  # type: ignore[arg-type]
             gc.collect()
-            ledger.add_up()
-        return {"peak_mb": ledger.peak / MB, "kept_mb": ledger.now / MB}
+            return {"peak_mb": ledger.peak.total / MB, "kept_mb": ledger.memory.total / MB}
     finally:
         strategy.leave()
         dist.destroy_process_group()

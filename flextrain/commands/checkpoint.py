@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.base.errors import CheckpointError, ConfigError, suggest
-from . import export_dcp, export_hf, export_peft
-from .export_options import check_options
+from .export import add_options, export
 from .output import (
     as_text,
     both,
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from ..core.checkpoint import Checkpoint
     from ..core.checkpoint.compare import Comparison
 
-_DTYPES = ("float32", "float16", "bfloat16", "float64")
 _PARTS = {"model": "model.", "optimizer": "optim."}
 
 
@@ -54,33 +52,8 @@ def add(commands: Any) -> None:
         actions, "verify", _verify, "check that a checkpoint is complete and finite; exit status 1: it is damaged"
     )
     verify.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint's folder")
-    export = _action(
-        actions,
-        "export",
-        _export,
-        "write weights to .safetensors, .pth or .pt, or to a folder in Hugging Face's layout",
-    )
-    export.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or weights that load_from takes")
-    export.add_argument(
-        "out", metavar="OUT", help="x.safetensors; x.pth, x.pt or x.bin; or a folder: a name without extension, or dir/"
-    )
-    export.add_argument("--dtype", choices=_DTYPES, help="dtype of floating-point tensors; default: unchanged")
-    export.add_argument(
-        "--max-shard-size", metavar="SIZE", help="largest size of a file in a folder, such as 5GB; default: one file"
-    )
-    export.add_argument(
-        "--averaged",
-        nargs="?",
-        const=True,
-        default=False,
-        metavar="HOOK",
-        help="export the averages of EMAHook instead",
-    )
-    export.add_argument("--tied-once", action="store_true", help="write tied tensors only once, under their first name")
-    export_peft.add_options(export)
-    export.add_argument("--force", action="store_true", help="replace OUT if it is a file that exists; default: refuse")
-    export_hf.add_options(export)
-    export_dcp.add_options(export)
+    about = "write weights to .safetensors, .pth or .pt, or to a folder in Hugging Face's layout"
+    add_options(_action(actions, "export", _export, about))
     diff = _action(actions, "diff", _diff, "compare two checkpoints; exit status 1: they differ")
     diff.add_argument("a", metavar="A", help="a checkpoint's folder, or weights that load_from takes")
     diff.add_argument("b", metavar="B", help="the other one")
@@ -297,9 +270,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    check_options(arguments)
-    with export_peft.merging(arguments):
-        files = _exported(arguments)
+    files = export(arguments)
     written = {str(file): file.stat().st_size for file in files}
     if arguments.json:
         print_json([{"path": path, "bytes": size} for path, size in written.items()])
@@ -307,29 +278,6 @@ def _export(arguments: argparse.Namespace) -> int:
     for path, size in written.items():
         console().print(f"{path}  {human_size(size)}", soft_wrap=True)
     return 0
-
-
-def _exported(arguments: argparse.Namespace) -> list[Path]:
-    import torch
-
-    from ..core.checkpoint import export_weights
-
-    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    if arguments.peft:
-        return export_peft.export(arguments, dtype)
-    if arguments.dcp:
-        return export_dcp.export(arguments, dtype)
-    if arguments.hf:
-        return export_hf.export(arguments, dtype)
-    return export_weights(
-        arguments.checkpoint,
-        arguments.out,
-        averaged=arguments.averaged,
-        dtype=dtype,
-        max_shard_size=arguments.max_shard_size,
-        tied=not arguments.tied_once,
-        replace=arguments.force,
-    )
 
 
 # diff

@@ -347,16 +347,3 @@ def examine(machine: Machine, variables: Mapping[str, str] | None = None) -> Dia
     versions |= {"ROCm (of torch)": machine.torch.get("hip"), "CANN": machine.cann}
     restarts = restarts_in_words(machine.versions["torch"], variables or {})
     return Diagnosis(versions, machine.devices, judge_strategies(machine), find_problems(machine), restarts)
-
-
-__all__ = [
-    "INSTALL_CANN",
-    "OPTIONAL",
-    "REQUIRED",
-    "Machine",
-    "Diagnosis",
-    "count_devices",
-    "diagnose",
-    "examine",
-    "look",
-]

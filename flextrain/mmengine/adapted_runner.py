@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -119,47 +120,16 @@ class RunHub(TheirHub):  # type: ignore[misc]
         super().__init__(name)
         self.hub = hub
 
-    @property
-    def log_scalars(self) -> Mapping[str, Any]:
-        """All scalars by key."""
-        return self.hub.log_scalars
-
-    @property
-    def runtime_info(self) -> Mapping[str, Any]:
-        """All infos by key."""
-        return self.hub.runtime_info
-
-    def update_scalar(self, key: str, value: Any, count: int = 1, resumed: bool = True) -> None:
-        """Append one value to a scalar."""
-        self.hub.update_scalar(key, value, count, resumed)
-
-    def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:
-        """Append one value to each of several scalars."""
-        self.hub.update_scalars(log_dict, resumed)
-
-    def update_info(self, key: str, value: Any, resumed: bool = True) -> None:
-        """Set an info."""
-        self.hub.update_info(key, value, resumed)
-
-    def pop_info(self, key: str, default: Any = None) -> Any:
-        """Remove an info and return it."""
-        return self.hub.pop_info(key, default)
-
-    def get_scalar(self, key: str) -> Any:
-        """Return the history of a scalar."""
-        return self.hub.get_scalar(key)
-
-    def get_info(self, key: str, default: Any = None) -> Any:
-        """Return an info."""
-        return self.hub.get_info(key, default)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the run's hub."""
-        return self.hub.state_dict()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Continue from the result of ``state_dict``."""
-        self.hub.load_state_dict(state_dict)
+    log_scalars = property(attrgetter("hub.log_scalars"))
+    runtime_info = property(attrgetter("hub.runtime_info"))
+    update_scalar = property(attrgetter("hub.update_scalar"))
+    update_scalars = property(attrgetter("hub.update_scalars"))
+    update_info = property(attrgetter("hub.update_info"))
+    pop_info = property(attrgetter("hub.pop_info"))
+    get_scalar = property(attrgetter("hub.get_scalar"))
+    get_info = property(attrgetter("hub.get_info"))
+    state_dict = property(attrgetter("hub.state_dict"))
+    load_state_dict = property(attrgetter("hub.load_state_dict"))
 
 
 def make_current(kind: Any, instance: Any) -> None:

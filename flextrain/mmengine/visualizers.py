@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -82,41 +83,16 @@ class AdaptedVisualizer(Visualizer):
             super().close()
             self.theirs.close()
 
-    def add_config(self, *args: Any, **kwargs: Any) -> Any:
-        """See MMEngine's Visualizer."""
-        return self.theirs.add_config(*args, **kwargs)
-
-    def add_scalar(self, *args: Any, **kwargs: Any) -> Any:
-        """See MMEngine's Visualizer."""
-        return self.theirs.add_scalar(*args, **kwargs)
-
-    def add_scalars(self, *args: Any, **kwargs: Any) -> Any:
-        """See MMEngine's Visualizer."""
-        return self.theirs.add_scalars(*args, **kwargs)
-
-    def add_image(self, *args: Any, **kwargs: Any) -> Any:
-        """See MMEngine's Visualizer."""
-        return self.theirs.add_image(*args, **kwargs)
-
-    def add_graph(self, *args: Any, **kwargs: Any) -> Any:
-        """See MMEngine's Visualizer."""
-        return self.theirs.add_graph(*args, **kwargs)
-
-    def add_datasample(self, *args: Any, **kwargs: Any) -> Any:
-        """See MMEngine's Visualizer."""
-        return self.theirs.add_datasample(*args, **kwargs)
-
-    def set_image(self, *args: Any, **kwargs: Any) -> Any:
-        """See MMEngine's Visualizer."""
-        return self.theirs.set_image(*args, **kwargs)
-
-    def get_image(self, *args: Any, **kwargs: Any) -> Any:
-        """See MMEngine's Visualizer."""
-        return self.theirs.get_image(*args, **kwargs)
-
-    def get_backend(self, *args: Any, **kwargs: Any) -> Any:
-        """See MMEngine's Visualizer."""
-        return self.theirs.get_backend(*args, **kwargs)
+    # Methods that Visualizer has too; all others are found by __getattr__.
+    add_config: Any = property(attrgetter("theirs.add_config"))
+    add_scalar: Any = property(attrgetter("theirs.add_scalar"))
+    add_scalars: Any = property(attrgetter("theirs.add_scalars"))
+    add_image: Any = property(attrgetter("theirs.add_image"))
+    add_graph: Any = property(attrgetter("theirs.add_graph"))
+    add_datasample: Any = property(attrgetter("theirs.add_datasample"))
+    set_image: Any = property(attrgetter("theirs.set_image"))
+    get_image: Any = property(attrgetter("theirs.get_image"))
+    get_backend: Any = property(attrgetter("theirs.get_backend"))
 
     def __getattr__(self, name: str) -> Any:
         if name == "theirs":

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pydantic
 
@@ -176,16 +176,7 @@ SCHEMA = 1
 Kind = Literal[
     "parameters", "gradients", "optimizer_state", "buffers", "inputs", "activations", "communication", "temporary"
 ]
-KINDS: tuple[Kind, ...] = (
-    "parameters",
-    "gradients",
-    "optimizer_state",
-    "buffers",
-    "inputs",
-    "activations",
-    "communication",
-    "temporary",
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 """What memory is for. ``communication``: parameters gathered for computing, and buffers of collectives. ``temporary``: what
 backward and the update need besides, such as gradients of activations."""
 

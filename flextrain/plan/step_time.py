@@ -301,15 +301,8 @@ def fit(plan: TrainingPlan, machine: MachineKind, measured: Measured) -> Calibra
             f"its peak on {known.world_size:,} processes; check the unit, the machine and the plan"
         )
 
-    def lower(share: float) -> float:
-        found = step_time(strategy, machine, share, share)
-        assert found is not None
-        return found.lower
-
-    def upper(share: float) -> float:
-        found = step_time(strategy, machine, share, share)
-        assert found is not None
-        return found.upper
+    def fitted(end: str) -> float:
+        return _share(lambda share: float(getattr(step_time(strategy, machine, share, share), end)), seconds)
 
     notes = []
     if seconds < peak.upper:
@@ -322,8 +315,8 @@ def fit(plan: TrainingPlan, machine: MachineKind, measured: Measured) -> Calibra
         known.world_size,
         known.nodes,
         seconds,
-        _share(lower, seconds),
-        1.0 if seconds < peak.upper else _share(upper, seconds),
+        fitted("lower"),
+        1.0 if seconds < peak.upper else fitted("upper"),
         measured.source,
         notes,
     )

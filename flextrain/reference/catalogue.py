@@ -19,8 +19,8 @@ from ..core.base.errors import FlexTrainError, nearest
 from ..core.base.registry import NAMES, STRATEGIES, UnknownNameError, import_dotted, import_path
 from ..runner.hooks.hook import Priority
 from ..strategies.launchers import LAUNCHERS
-from .describe import REFUSED, arguments_of, default_text, describe, documentation, home_of, keys_of, methods_of
-from .entry import Argument, Entry, Method, Raised
+from .describe import REFUSED, arguments_of, default_text, describe, home_of, keys_of, methods_of
+from .entry import Argument, Entry
 from .examples import KINDS, example_of, folded, option_example
 
 # The keys of a dataloader given as a dict: torch's, with what is different here.
@@ -463,21 +463,3 @@ def _registry(group: str) -> registry.Registry:
 
 def _public(name: str) -> Any:
     return getattr(importlib.import_module("flextrain"), name.removeprefix("flextrain."))
-
-
-__all__ = [
-    "Argument",
-    "Entry",
-    "Method",
-    "Raised",
-    "all_names",
-    "catalogue",
-    "documentation",
-    "find",
-    "groups",
-    "launchers",
-    "near",
-    "public_names",
-    "runner_options",
-    "strategy_options",
-]

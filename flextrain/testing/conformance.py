@@ -17,9 +17,6 @@ from rich.text import Text
 from ..core.base.errors import ConfigError, FlexTrainError, suggest
 from ..strategies.base import Strategy
 from ..tables import FittedTable, add_row
-from . import conformance_checks as checks_contract  # noqa: F401 - importing them registers their checks
-from . import conformance_checks as checks_state  # noqa: F401 - importing them registers their checks
-from . import conformance_checks as checks_training  # noqa: F401 - importing them registers their checks
 from .conformance_checks import CHECKS, RefusedError, StrategyUnderTest
 from .differences import FLOAT32_TOLERANCE, CheckFailedError
 from .sessions import StrategyLike, make_strategy, strategy_name, with_class

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,12 +17,15 @@ from .running import go_through
 pytestmark = pytest.mark.processes
 PAGES = [path for path in pages() if blocks(path)]
 FULL = [path for path in PAGES if any(block.mode == "full" for block in blocks(path))]
+OFTEN = ["torchmetrics", "transformers.models.llama.modeling_llama", "peft", "torch.utils.tensorboard"]
+"""What several pages import, each in processes of its own: for all of them once."""
 
 
 @pytest.fixture(scope="module")
 def warm() -> Iterator[WorkerGroup]:
     """A process that has imported all and runs nothing: a page's processes are forked from it."""
-    with WorkerGroup(1, 900, imports=IMPORTS) as group:
+    installed = [name for name in OFTEN if importlib.util.find_spec(name.partition(".")[0])]
+    with WorkerGroup(1, 900, imports=[*IMPORTS, *installed]) as group:
         yield group
 
 
