@@ -325,6 +325,7 @@ def test_the_public_names_are_those_of_the_snapshot() -> None:
 
 
 def test_every_public_name_can_be_imported() -> None:
+    assert set(dir(flextrain)) >= set(flextrain.__all__)
     for name in flextrain.__all__:
         assert getattr(flextrain, name) is not None
 

@@ -7,10 +7,22 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def made(name: str, folder: Path, *flags: str) -> tuple[dict[str, Any], str]:
+    """The figures of a benchmark in short form, and its table."""
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / f"{name}.py"), *flags, "--out", str(folder)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr
+    picture = folder / f"{name}.png"
+    assert not picture.exists() or picture.stat().st_size > 0
+    return json.loads((folder / f"{name}.json").read_text()), (folder / f"{name}.md").read_text()
 
 
 @pytest.mark.full
@@ -18,31 +30,26 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 @pytest.mark.slow
 def test_loop_overhead(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    flags = ["--rounds", "1", "--iterations", "80", "--skip-imports", "--only", "flextrain", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "loop_overhead.py"), *flags], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    by_hand, flextrain = json.loads((tmp_path / "loop_overhead.json").read_text())["loops"]
+    flags = ("--rounds", "1", "--iterations", "80", "--skip-imports", "--only", "flextrain")
+    report, table = made("loop_overhead", tmp_path, *flags)
+    by_hand, flextrain = report["loops"]
     assert by_hand["reads_per_iteration"] == 0
     # A log line every ten iterations, and at most one read for each: lines of a fast loop are read together.
     assert 0 < flextrain["reads_per_iteration"] <= 0.1
     assert {"added_us", "added_us_stream", "added_us_accumulate"} <= flextrain.keys()
-    assert "| flextrain |" in (tmp_path / "loop_overhead.md").read_text()
-    assert (tmp_path / "loop_overhead.png").stat().st_size > 0
+    assert "| flextrain |" in table
+    assert (tmp_path / "loop_overhead.png").exists()
 
 
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.slow
 def test_oversight(tmp_path: Path) -> None:
-    flags = ["--rounds", "1", "--iterations", "20", "--out", str(tmp_path)]
-    done = subprocess.run([sys.executable, str(BENCHMARKS / "oversight.py"), *flags], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "oversight.json").read_text())["strategies"]
+    report, table = made("oversight", tmp_path, "--rounds", "1", "--iterations", "20")
+    rows = report["strategies"]
     assert [(row["name"], row["processes"]) for row in rows] == [("single", 1), ("ddp", 2), ("fsdp", 2)]
     assert all(row["with_us"] > 0 and row["without_us"] > 0 for row in rows)
-    assert "| ddp | 2 |" in (tmp_path / "oversight.md").read_text()
+    assert "| ddp | 2 |" in table
 
 
 @pytest.mark.full
@@ -51,18 +58,16 @@ def test_oversight(tmp_path: Path) -> None:
 def test_checkpoint(tmp_path: Path) -> None:
     """A save takes next to no memory, and an asynchronous one what this process writes."""
     pytest.importorskip("matplotlib")
-    flags = ["--rounds", "1", "--megabytes", "180", "--only", "fsdp", "--folder", str(tmp_path), "--out", str(tmp_path)]
-    done = subprocess.run([sys.executable, str(BENCHMARKS / "checkpoint.py"), *flags], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "checkpoint.json").read_text())
+    flags = ("--rounds", "1", "--megabytes", "180", "--only", "fsdp", "--folder", str(tmp_path))
+    report, table = made("checkpoint", tmp_path, *flags)
     rows = {row["name"]: row for row in report["rows"]}
     assert rows.keys() == {"flextrain", "raw DCP", "torch.save on rank 0"}
     ours, part = rows["flextrain"], report["state_bytes"] / 2
     assert ours["save_bytes"] < 0.1 * part
     assert 0.9 * part < ours["stall_bytes"] < 1.1 * part
     assert report["state_bytes"] < ours["disk_bytes"] < 1.01 * report["state_bytes"]
-    assert "| fsdp x2 | flextrain |" in (tmp_path / "checkpoint.md").read_text()
-    assert (tmp_path / "checkpoint.png").stat().st_size > 0
+    assert "| fsdp x2 | flextrain |" in table
+    assert (tmp_path / "checkpoint.png").exists()
 
 
 @pytest.mark.full
@@ -72,15 +77,13 @@ def test_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("async_io")
 def test_offloading(tmp_path: Path) -> None:
     """State in files takes less memory, whose pages are the process's own, and trains the same."""
-    flags = ["--layers", "12", "--updates", "2", "--folder", str(tmp_path), "--out", str(tmp_path)]
-    done = subprocess.run([sys.executable, str(BENCHMARKS / "offloading.py"), *flags], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    layouts = json.loads((tmp_path / "offloading.json").read_text())["layouts"]
-    memory, both = layouts["memory"], layouts["both in files"]
+    flags = ("--layers", "12", "--updates", "2", "--folder", str(tmp_path))
+    report, table = made("offloading", tmp_path, *flags)
+    memory, both = report["layouts"]["memory"], report["layouts"]["both in files"]
     assert both["losses"] == memory["losses"]
     for part in ("training", "save"):
         assert both[part][0] < 0.8 * memory[part][0]
-    assert "| both in files |" in (tmp_path / "offloading.md").read_text()
+    assert "| both in files |" in table
 
 
 def test_a_legend_covers_no_bar(tmp_path: Path) -> None:
@@ -107,40 +110,15 @@ def test_a_legend_covers_no_bar(tmp_path: Path) -> None:
 )
 def test_chaos(tmp_path: Path, strategy: str, kinds: list[str], faults: int) -> None:
     """Training that is disturbed several times ends by itself, with the weights of an undisturbed run."""
-    flags = ["--faults", str(faults), "--only", strategy, "--kinds", *kinds, "--out", str(tmp_path)]
-    done = subprocess.run([sys.executable, str(BENCHMARKS / "chaos.py"), *flags], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr
-    report = json.loads((tmp_path / "chaos.json").read_text())
+    report, table = made("chaos", tmp_path, "--faults", str(faults), "--only", strategy, "--kinds", *kinds)
     (run,) = report["runs"]
     assert (run["faults"], run["restarts"], run["status"]) == (faults, faults, 0)
     assert run["is_equal"]
     assert max(run["repeated"]) <= report["interval"]
     assert run["events"]["restarted"] == faults
-    table = (tmp_path / "chaos.md").read_text()
     assert f"| {strategy} | 0 | {faults} | {faults} |" in table
     assert f"{faults} restarts, of which 0 without a fault" in table
     assert f"| {kinds[-1]} | {run['kinds'][kinds[-1]]} | {run['kinds'][kinds[-1]]} |" in table
-
-
-def test_the_ledger_of_memory() -> None:
-    """Sizes that are computed by hand: what operations and backward make, and what is freed."""
-    torch = pytest.importorskip("torch")
-    spec = importlib.util.spec_from_file_location("mesh_memory", BENCHMARKS / "mesh_memory.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    weight = torch.zeros(100, 100, requires_grad=True)
-    with module.Ledger() as ledger:
-        ledger.note([weight])
-        x = torch.zeros(50, 100)
-        y = x @ weight
-        assert ledger.now == 40_000 + 2 * 20_000
-        y.sum().backward()  # of which the gradient stays
-        del x, y
-        ledger.add_up()
-    assert ledger.now == 2 * 40_000
-    assert ledger.peak >= 40_000 + 2 * 20_000 + 40_000
 
 
 @pytest.mark.full
@@ -149,26 +127,21 @@ def test_the_ledger_of_memory() -> None:
 def test_mesh_memory(tmp_path: Path) -> None:
     """Sharding over two processes leaves half of what is kept, and less than the whole peak."""
     pytest.importorskip("matplotlib")
-    flags = ["--only", "one device", "dp2", "tp2", "--out", str(tmp_path)]
-    done = subprocess.run([sys.executable, str(BENCHMARKS / "mesh_memory.py"), *flags], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    one, sharded, divided = json.loads((tmp_path / "mesh_memory.json").read_text())["layouts"]
+    report, table = made("mesh_memory", tmp_path, "--only", "one device", "dp2", "tp2")
+    one, sharded, divided = report["layouts"]
     assert sharded["kept_mb"] == pytest.approx(one["kept_mb"] / 2, rel=0.01)
     assert sharded["peak_mb"] < 0.7 * one["peak_mb"]
     assert divided["kept_mb"] < 0.95 * one["kept_mb"]
-    assert "| tp2 | 2 |" in (tmp_path / "mesh_memory.md").read_text()
-    assert (tmp_path / "mesh_memory.png").stat().st_size > 0
+    assert "| tp2 | 2 |" in table
+    assert (tmp_path / "mesh_memory.png").exists()
 
 
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.slow
 def test_streams(tmp_path: Path) -> None:
-    flags = ["--rounds", "1", "--trials", "1", "--iterations", "100", "--out", str(tmp_path)]
-    done = subprocess.run([sys.executable, str(BENCHMARKS / "streams.py"), *flags], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "streams.json").read_text())
+    report, table = made("streams", tmp_path, "--rounds", "1", "--trials", "1", "--iterations", "100")
     assert len(report["first"]["rows"]) == 8
     assert len(report["iterations"]) == 4
     assert report["first"]["index_mib"] < 8
-    assert "| token file, packed |" in (tmp_path / "streams.md").read_text()
+    assert "| token file, packed |" in table

@@ -33,6 +33,9 @@ def test_list_shows_names_with_descriptions(capsys: pytest.CaptureFixture[str]) 
     strategies = json.loads(capsys.readouterr().out)
     assert set(strategies) >= {"SingleDeviceStrategy", "DDPStrategy"}
     assert all(strategies.values())
+    assert strategies["zero3"] == "short for dict(type='DeepSpeedStrategy', zero_optimization={'stage': 3})"
+    assert main(["list", "--json"]) == 0
+    assert "CosineAnnealingLR" in json.loads(capsys.readouterr().out)["param-schedulers"]
 
 
 def test_list_tables(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,17 +62,6 @@ def test_a_description_is_one_sentence(capsys: pytest.CaptureFixture[str], kind:
     for name, description in json.loads(capsys.readouterr().out).items():
         assert len(description) <= 200, (name, description)
         assert not description.startswith(f"{name}("), description
-
-
-def test_short_names_say_what_they_stand_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "strategies", "--json"]) == 0
-    meant = json.loads(capsys.readouterr().out)["zero3"]
-    assert meant == "short for dict(type='DeepSpeedStrategy', zero_optimization={'stage': 3})"
-
-
-def test_list_overview_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "--json"]) == 0
-    assert "CosineAnnealingLR" in json.loads(capsys.readouterr().out)["param-schedulers"]
 
 
 def test_unknown_kind_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ def test_the_package_is_found_by_its_path(run: ModuleType, tmp_path: Path) -> No
     code = "import flextrain.core.base.errors, flextrain.strategies, flextrain.runner, flextrain.optim, flextrain.testing; print(flextrain.core.base.errors.__file__)"
     alone = {**os.environ, "PYTHONPATH": str(tmp_path)}
     found = subprocess.run([sys.executable, "-c", code], env=alone, cwd=tmp_path, capture_output=True, text=True)
-    assert found.stdout.strip() == str(tmp_path / "flextrain" / "core" / "errors.py"), found.stderr
+    assert found.stdout.strip() == str(tmp_path / "flextrain" / "core" / "base" / "errors.py"), found.stderr
 
 
 @pytest.mark.processes

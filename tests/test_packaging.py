@@ -138,13 +138,6 @@ def test_a_script_on_one_device_imports_what_it_needs(tmp_path: Path) -> None:
     assert len(names) + 1 <= MODULES_OF_ONE_DEVICE  # and flextrain itself
 
 
-def test_public_names() -> None:
-    """tests/public_names.txt says which there are."""
-    assert set(dir(flextrain)) >= set(flextrain.__all__)
-    for name in flextrain.__all__:
-        assert getattr(flextrain, name) is not None
-
-
 def test_unknown_name() -> None:
     with pytest.raises(AttributeError, match="FlexRunner"):
         flextrain.FlexRunner  # noqa: B018

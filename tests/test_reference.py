@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flextrain
 from flextrain.core.base.errors import FlexTrainError
 from flextrain.core.base.registry import REGISTRIES
-from flextrain.reference.catalogue import DATALOADER_KEYS, catalogue, find, near
+from flextrain.reference.catalogue import DATALOADER_KEYS, catalogue, find
 from flextrain.reference.describe import read_docstring
 from flextrain.reference.entry import Entry
 from flextrain.reference.examples import KINDS
@@ -209,49 +209,6 @@ def test_arguments_of_a_strategy_are_its_options() -> None:
 def test_an_option(name: str, type: str, default: str | None) -> None:
     entry = the(name)
     assert (entry.type, entry.default) == (type, default)
-
-
-def test_options_that_differ_between_strategies_are_shown_apart() -> None:
-    found = find("strategy.activation_checkpointing")
-    assert len(found) == 2
-    assert {"DeepSpeedStrategy", "FSDPStrategy"} <= {name for entry in found for name in entry.see_also}
-
-
-def test_the_end_of_an_option_is_enough() -> None:
-    assert the("zero_optimization.stage").name == "strategy.zero_optimization.stage"
-
-
-@pytest.mark.parametrize(
-    "name", ["FlexibleRunner", "flextrain.FlexibleRunner", "HOOKS", "flextrain.ray.train_loop", "launch"]
-)
-def test_public_names_with_and_without_their_package(name: str) -> None:
-    assert the(name).group == "public-names"
-
-
-def test_names_that_a_library_adds_on_demand() -> None:
-    assert the("MeanMetric").home.startswith("torchmetrics")
-
-
-def test_an_import_path() -> None:
-    assert the(f"{Net.__module__}:Categories" if ":" not in Net.__module__ else "").home.endswith(":Categories")
-
-
-@pytest.mark.parametrize(
-    "given, nearest",
-    [
-        ("EmaHook", "EMAHook"),
-        ("AdanW", "AdamW"),
-        ("zero_optimisation.stage", "stage"),
-        ("checkpoint_hook", "CheckpointHook"),
-    ],
-)
-def test_near_names(given: str, nearest: str) -> None:
-    assert not find(given)
-    assert any(nearest in each for each in near(given)), near(given)
-
-
-def test_a_name_that_is_like_no_other() -> None:
-    assert near("qqqqqqqqqqqq") == []
 
 
 def test_docstrings_are_read() -> None:

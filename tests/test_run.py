@@ -274,10 +274,16 @@ def group(store: Any, rank: int = 0, machines: int = 1) -> Any:
     return SimpleNamespace(store=store, group_rank=rank, group_world_size=machines, workers=workers)
 
 
-def test_what_the_processes_of_each_start_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the variables of a start, now and afterwards."""
     for name in (JOB, PROGRESS, RESTARTS):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("no_job")
+def test_what_the_processes_of_each_start_get(tmp_path: Path) -> None:
     folder, work_dir = tmp_path / "progress", tmp_path / "work"
     folder.mkdir()
     work_dir.mkdir()
@@ -318,10 +324,8 @@ def test_why_a_machine_starts_again_of_which_no_process_failed(before: int, even
     assert failure_elsewhere(before, 2, [{"time": float(i), **event} for i, event in enumerate(events)]) == reason
 
 
-def test_the_first_machine_names_the_failure_of_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (JOB, PROGRESS, RESTARTS):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+@pytest.mark.usefixtures("no_job")
+def test_the_first_machine_names_the_failure_of_another_one(tmp_path: Path) -> None:
     store, watched = HashStore(), Supervisor("", tmp_path)
     for starts in (0, 1):
         other = json.dumps({"starts": starts, "job": "job"})
@@ -346,10 +350,8 @@ def test_samples_are_left_out_only_if_a_batch_could_not_be_read(tmp_path: Path, 
     assert "To do: mend what fails" in said
 
 
-def test_a_machine_that_joins_later_goes_on_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (JOB, PROGRESS, RESTARTS):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+@pytest.mark.usefixtures("no_job")
+def test_a_machine_that_joins_later_goes_on_with_the_job(tmp_path: Path) -> None:
     old, new, store = Supervisor("", tmp_path), Supervisor("", tmp_path), HashStore()
     old.starting(group(HashStore()))
     job = os.environ.pop(JOB)

@@ -45,6 +45,10 @@ def test_in_a_pipe_an_argument_is_one_line(capsys: pytest.CaptureFixture[str], m
     [
         ("strategy.zero_optimization.stage", ["0 | 1 | 2 | 3, default 0", "See also: DeepSpeedStrategy"]),
         ("fsdp", ['Short for dict(type="FSDPStrategy").', 'strategy="fsdp"']),
+        ("zero_optimization.stage", ["strategy.zero_optimization.stage  option of DeepSpeedStrategy"]),
+        ("flextrain.FlexibleRunner", ["flextrain.runner.runner:FlexibleRunner"]),
+        ("flextrain.ray.train_loop", ["flextrain.ray.ray_loop:train_loop"]),
+        ("MeanMetric", ["torchmetrics."]),
         ("LinearLR", ["flextrain fills in optimizer."]),
         ("Hook", ["Methods and properties", "before_train_epoch(runner)"]),
         ("HOOKS", ["@HOOKS.register_module()"]),
@@ -75,7 +79,8 @@ def test_what_is_shown(capsys: pytest.CaptureFixture[str], name: str, says: list
 def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "strategy.activation_checkpointing", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert len(found) == 2
+    assert len(found) == 2, "options that differ between strategies are shown apart"
+    assert {"DeepSpeedStrategy", "FSDPStrategy"} <= {name for entry in found for name in entry["see_also"]}
     assert {"name", "summary", "arguments", "example"} <= found[0].keys()
 
 
@@ -83,6 +88,8 @@ def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     "name, nearest",
     [
         ("EmaHook", '"EMAHook"'),
+        ("AdanW", '"AdamW"'),
+        ("checkpoint_hook", '"CheckpointHook"'),
         ("zero_optimisation.stage", '"strategy.zero_optimization.stage"'),
         ("qqqqqqqqq", "`flextrain list`"),
         ("", "`flextrain list`"),

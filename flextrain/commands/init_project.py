@@ -11,8 +11,8 @@ from ..core.base.errors import ConfigError, counted
 from .output import FoldedHelp
 
 _TEMPLATES = Path(__file__).parents[1] / "templates"
-_RENAMED = {"gitignore": ".gitignore"}
-"""Files whose own name would have a meaning in this repository."""
+_IGNORED = _TEMPLATES / "gitignore"
+"""Of every project; its own name would have a meaning in this repository."""
 
 
 class Project(NamedTuple):
@@ -72,7 +72,8 @@ def write_project(kind: str, folder: Path) -> list[Path]:
             except before an error of the disk.
     """
     source = _TEMPLATES / kind.replace("-", "_")
-    files = {folder / target_of(path.relative_to(source)): path for path in templates_of(kind)}
+    own = sorted(path for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    files = {folder / path.relative_to(source): path for path in own} | {folder / ".gitignore": _IGNORED}
     if there := next((path for path in files if path.exists() or path.is_symlink()), None):
         raise ConfigError(f"init: {there} exists and nothing is overwritten, give another folder")
     try:
@@ -85,14 +86,3 @@ def write_project(kind: str, folder: Path) -> list[Path]:
     except OSError as error:
         raise ConfigError(f"init: {error.filename or folder} cannot be written, {error.strerror}") from None
     return list(files)
-
-
-def templates_of(kind: str) -> list[Path]:
-    """The files of a kind of project, sorted."""
-    source = _TEMPLATES / kind.replace("-", "_")
-    return sorted(path for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-
-
-def target_of(path: Path) -> Path:
-    """The path of a template's file in a project."""
-    return path.with_name(_RENAMED.get(path.name, path.name))

@@ -78,15 +78,11 @@ def adapted_tta(model: Any) -> Any:
 
 # MMEngine's hooks that work with the insides of its runner, and what takes their places.
 _INSTEAD = {
-    "CheckpointHook": "flextrain.runner.hooks.CheckpointHook",
-    "LoggerHook": "flextrain.runner.hooks.LoggerHook",
-    "EMAHook": "flextrain.runner.hooks.EMAHook",
-    "ParamSchedulerHook": "flextrain.runner.hooks.ParamSchedulerHook",
-    "IterTimerHook": "flextrain.runner.hooks.IterTimerHook",
-    "RuntimeInfoHook": "flextrain.runner.hooks.RuntimeInfoHook",
-    "ProfilerHook": "flextrain.runner.hooks.ProfilerHook",
-    "NPUProfilerHook": "flextrain.runner.hooks.ProfilerHook",
-    "PrepareTTAHook": "flextrain.runner.hooks.PrepareTTAHook",
+    name: f"flextrain.runner.hooks.{name.removeprefix('NPU')}"
+    for name in (
+        *("CheckpointHook", "LoggerHook", "EMAHook", "ParamSchedulerHook", "IterTimerHook", "RuntimeInfoHook"),
+        *("ProfilerHook", "NPUProfilerHook", "PrepareTTAHook"),
+    )
 }
 
 # Subclasses by projects that are MMEngine's hook unless one of these arguments has another value.

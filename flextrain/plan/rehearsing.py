@@ -22,14 +22,14 @@ from ..core.base.errors import StrategyError, one_of
 from ..core.base.initializers import initializing_with
 from ..core.base.trees import tree_map_only
 from ..core.comm.topology import Topology
-from ..core.torch_compat.torch_private import is_fake
+from ..core.torch_compat.torch_private import fake_mode, is_fake
 from .rehearsing_private import (
     CHECKED,
     data_parallel_without_values,
     indexing_with_values,
     join_group_of_one_kind,
     moving_what_moves,
-    quick_fake_mode,
+    replaced,
 )
 
 
@@ -57,17 +57,6 @@ def rehearsal(rank: int, world_size: int) -> Iterator[WithoutValues]:
         stack.enter_context(replaced(_unchecked, "handlers", [_Noting(found)]))
         stack.enter_context(replaced(_unchecked, "propagate", False))
         yield found
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Context in which an attribute is another."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 class _StoreOfOneKind(dist.Store):  # type: ignore[misc,name-defined,unused-ignore]
@@ -123,7 +112,7 @@ class WithoutValues:
 
     def __init__(self) -> None:
         self.not_checked: dict[str, None] = {}
-        self._mode = quick_fake_mode()
+        self._mode = fake_mode()
 
     def without_values(self) -> AbstractContextManager[Any]:
         """Context in which new tensors have no values."""
@@ -164,12 +153,8 @@ class WithoutValues:
                 setattr(param, _STRIPPED, known)
             register(module, name, known)
 
-        nn.Module.register_parameter = register_parameter  # type: ignore[method-assign, assignment]
-        try:
-            with initializing_with(_leaving_fakes_alone):
-                yield
-        finally:
-            nn.Module.register_parameter = register  # type: ignore[method-assign]
+        with replaced(nn.Module, "register_parameter", register_parameter), initializing_with(_leaving_fakes_alone):
+            yield
 
     def _copy(self, tensor: Tensor) -> Tensor:
         device = "cpu" if tensor.is_meta else tensor.device

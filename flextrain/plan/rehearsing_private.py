@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,17 @@ from ..core.torch_compat.torch_private import arguments_of, is_fake, with_values
 
 CHECKED = ("2.15",)
 """The versions of torch with which every entry of this file was checked. Others might plan wrongly without an error."""
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Context in which an attribute is another."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 @contextmanager
@@ -46,77 +57,6 @@ def join_group_of_one_kind(rank: int, world_size: int, store: Any) -> Iterator[N
             del plugins["GLOO"]
         else:
             plugins["GLOO"] = gloo
-
-
-def quick_fake_mode() -> Any:
-    """A mode as ``fake_mode`` gives it that finds what it has seen before in a tenth of the time. 2.15.
-
-    Torch describes every operand by all that symbolic shapes, sparse tensors and tracing need, and makes every result in contexts
-    for them. Here are none: operands that are nothing special are described directly, and everything else goes torch's way.
-    What torch stores of an operation, and which it does not store, stays torch's own decision.
-    """
-    found: Any = importlib.import_module("torch._subclasses.fake_tensor")
-    fake_tensor: Any = found.FakeTensor
-    mode: Any = found.FakeTensorMode(allow_non_fake_inputs=True)
-    slow_key, layout_of = mode._cache_key, cast(Any, Tensor).layout.__get__
-
-    def is_described(values: Any, into: list[Any]) -> bool:
-        into.append(len(values))
-        for value in values:
-            kind = type(value)
-            into.append(kind)
-            if kind is fake_tensor:
-                if value.fake_mode is not mode or value.constant is not None or value.dispatch_keys is not None:
-                    return False
-                if layout_of(value) is not torch.strided:
-                    return False
-                into += (value.dtype, value.shape, value.stride(), value.storage_offset(), value._fake_device)
-                into += (value.untyped_storage().nbytes(), value.requires_grad)
-                into += (value.is_conj(), value.is_neg(), value.is_inference())
-            elif kind in _KEPT_AS_THEY_ARE:
-                into.append(value)
-            elif kind in (list, tuple):
-                if not is_described(value, into):
-                    return False
-            else:
-                return False
-        return True
-
-    def key_of(state: Any, operation: Any, args: Any, kwargs: Any) -> Any:
-        key: list[Any] = [operation, torch.get_default_dtype(), torch._C._get_default_device()]
-        key.append(torch.is_inference_mode_enabled())
-        if is_described(args, key) and is_described((*kwargs, *kwargs.values()), key):
-            return tuple(key)
-        return slow_key(state, operation, args, kwargs)
-
-    def made(known: Any, args: Any) -> Any:
-        if known.inplace_idx is not None:
-            return args[known.inplace_idx]
-        if (facts := known.metadata) is None:
-            return known.constant_value
-        if known.view_idx is None:
-            empty = torch.empty_strided(
-                facts.shape, facts.stride, dtype=facts.dtype, device="meta", requires_grad=facts.requires_grad
-            )
-        else:
-            empty = torch.empty((), dtype=facts.dtype, device="meta", requires_grad=facts.requires_grad)
-            storage = args[known.view_idx].untyped_storage()
-            empty.set_(storage, facts.storage_offset, facts.shape, facts.stride)
-        if facts.is_conj:
-            torch._C._set_conj(empty, True)
-        if facts.is_neg:
-            torch._C._set_neg(empty, True)
-        return fake_tensor(mode, empty, facts.device)
-
-    def results_of(state: Any, known: Any, key: Any, args: Any) -> Any:
-        results = tuple(made(one, args) for one in known.output_infos)
-        return results if known.is_output_tuple else results[0]
-
-    mode._cache_key, mode._output_from_cache_entry = key_of, results_of
-    return mode
-
-
-_KEPT_AS_THEY_ARE = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format)
 
 
 def value_errors() -> tuple[type[Exception], ...]:
@@ -147,16 +87,12 @@ def indexing_with_values() -> Iterator[None]:
     """
     strided: Any = importlib.import_module("torch.distributed.tensor.placement_types")._StridedShard
     sharding: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
-    replaced: list[tuple[Any, str]] = [(DeviceMesh, "__init__"), (strided, "local_shard_size_and_offset")]
-    replaced.append((sharding, "_get_post_forward_mesh_info"))
-    before = [getattr(owner, name) for owner, name in replaced]
-    for (owner, name), function in zip(replaced, before, strict=True):
-        setattr(owner, name, _inside(with_values, function))
-    try:
+    readers: list[tuple[Any, str]] = [(DeviceMesh, "__init__"), (strided, "local_shard_size_and_offset")]
+    readers.append((sharding, "_get_post_forward_mesh_info"))
+    with ExitStack() as stack:
+        for owner, name in readers:
+            stack.enter_context(replaced(owner, name, _inside(with_values, getattr(owner, name))))
         yield
-    finally:
-        for (owner, name), function in zip(replaced, before, strict=True):
-            setattr(owner, name, function)
 
 
 @contextmanager
@@ -173,23 +109,17 @@ def moving_what_moves() -> Iterator[None]:
             return self
         return before(self, function, recurse)
 
-    nn.Module._apply = apply  # type: ignore[method-assign]
-    try:
+    with replaced(nn.Module, "_apply", apply):
         yield
-    finally:
-        nn.Module._apply = before  # type: ignore[method-assign]
 
 
 @contextmanager
 def finding_shapes_in(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Context in which DTensor enters ``context()`` when it makes tensors without values of whole shapes, once for an operation. 2.15."""
     owner: Any = importlib.import_module("torch.distributed.tensor._sharding_prop").ShardingPropagator
-    before = owner._propagate_tensor_meta_non_cached
-    owner._propagate_tensor_meta_non_cached = _inside(context, before)
-    try:
+    name = "_propagate_tensor_meta_non_cached"
+    with replaced(owner, name, _inside(context, getattr(owner, name))):
         yield
-    finally:
-        owner._propagate_tensor_meta_non_cached = before
 
 
 def _inside(context: Callable[[], AbstractContextManager[Any]], function: Any) -> Any:

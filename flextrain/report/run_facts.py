@@ -58,11 +58,8 @@ def state_of(run: RecordedRun) -> str:
     if last is not None and last.kind == "finished":
         return "finished"
     said = ended or (last.text if last is not None else "")
-    return (
-        f"{last.kind if last is not None else 'ended'}: {said}"
-        if said
-        else (last.kind if last is not None else "ended")
-    )
+    kind = last.kind if last is not None else "ended"
+    return f"{kind}: {said}" if said else kind
 
 
 def _speed(run: RecordedRun) -> str:

@@ -153,17 +153,8 @@ def _badge(run: int) -> str:
 def _facts(runs: Sequence[RecordedRun]) -> str:
     facts = [facts_of(run) for run in runs]
     names = dict.fromkeys(name for each in facts for name in each)
-    head = "".join(
-        f'<th scope=col>{_badge(i)}<span class="name">{escape(run.name)}</span></th>' for i, run in enumerate(runs)
-    )
-    rows = "".join(
-        f"<tr><th scope=row>{_breakable(name)}</th>{_cells(each.get(name, '') for each in facts)}</tr>"
-        for name in names
-    )
-    return (
-        f'<section><div class="wide"><table class="facts"><thead><tr><th></th>{head}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div></section>"
-    )
+    rows = [(name, [each.get(name, "") for each in facts]) for name in names]
+    return f"<section>{_table('facts', rows, runs)}</section>"
 
 
 def _legend(runs: Sequence[RecordedRun]) -> str:
@@ -233,14 +224,7 @@ def _left_out(found: Sequence[Figure]) -> str:
 
 def _finals(found: Sequence[Figure], runs: Sequence[RecordedRun]) -> str:
     rows = final_values(found, runs)
-    if not rows:
-        return ""
-    head = "".join(f"<th scope=col>{_badge(i)}{escape(run.name)}</th>" for i, run in enumerate(runs))
-    body = "".join(f"<tr><th scope=row>{escape(title)}</th>{_cells(cells)}</tr>" for title, cells in rows)
-    return (
-        f'<section><h2>Last values</h2><div class="wide"><table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody>'
-        "</table></div></section>"
-    )
+    return f"<section><h2>Last values</h2>{_table('', rows, runs)}</section>" if rows else ""
 
 
 def _pictures(runs: Sequence[RecordedRun]) -> str:
@@ -304,26 +288,31 @@ def _settings(runs: Sequence[RecordedRun]) -> str:
     if len(runs) > 1:
         rows = differing_settings(runs)
         if rows:
-            parts.append(f"<h2>Settings that differ</h2>{_table(rows, runs)}")
+            parts.append(f"<h2>Settings that differ</h2>{_of_settings(rows, runs)}")
         elif any(run.settings for run in runs):
             parts.append("<h2>Settings that differ</h2><p class=small>None: the configurations are the same.</p>")
     environments = [run.record.get("environment") or {} for run in runs]
     names = dict.fromkeys(name for each in environments if isinstance(each, dict) for name in each)
     rows = [(name, [str(each.get(name, "")) for each in environments]) for name in names]
     if rows:
-        parts.append(f"<h2>Environment</h2>{_table(rows, runs)}")
+        parts.append(f"<h2>Environment</h2>{_of_settings(rows, runs)}")
     for i, run in enumerate(runs):
         if run.settings:
-            own = _table([(key, [value]) for key, value in run.settings.items()], [run], heads=False)
+            own = _of_settings([(key, [value]) for key, value in run.settings.items()], [])
             parts.append(f"<details><summary>{_badge(i)}All settings of {escape(run.name)}</summary>{own}</details>")
     return "".join(f"<section>{part}</section>" for part in parts)
 
 
-def _table(rows: Iterable[tuple[str, Sequence[str]]], runs: Sequence[RecordedRun], *, heads: bool = True) -> str:
+def _of_settings(rows: Iterable[tuple[str, Sequence[str]]], runs: Sequence[RecordedRun]) -> str:
+    return _table("settings", [(key, [_cut(value) for value in values]) for key, values in rows], runs)
+
+
+def _table(kind: str, rows: Iterable[tuple[str, Sequence[str]]], runs: Sequence[RecordedRun]) -> str:
+    """A table with a column for each run; without runs it has no heads."""
     head = "".join(f"<th scope=col>{_badge(i)}{escape(run.name)}</th>" for i, run in enumerate(runs))
-    head = f"<thead><tr><th></th>{head}</tr></thead>" if heads else ""
-    body = "".join(f"<tr><th scope=row>{_breakable(key)}</th>{_cells(map(_cut, values))}</tr>" for key, values in rows)
-    return f'<div class="wide"><table class="settings">{head}<tbody>{body}</tbody></table></div>'
+    head = f"<thead><tr><th></th>{head}</tr></thead>" if runs else ""
+    body = "".join(f"<tr><th scope=row>{_breakable(key)}</th>{_cells(values)}</tr>" for key, values in rows)
+    return f'<div class="wide"><table class="{kind}">{head}<tbody>{body}</tbody></table></div>'
 
 
 def _cells(texts: Iterable[str]) -> str:

@@ -140,14 +140,15 @@ def learning_rates(optim: OptimWrapper) -> list[float]:
 def environ(**values: str | None) -> Iterator[None]:
     """A context with these environment variables set, or removed where the value is None."""
     before = {name: os.environ.get(name) for name in values}
-    _assign(values)
+    assign_variables(values)
     try:
         yield
     finally:
-        _assign(before)
+        assign_variables(before)
 
 
-def _assign(values: Mapping[str, str | None]) -> None:
+def assign_variables(values: Mapping[str, str | None]) -> None:
+    """Set these environment variables, and remove those whose value is None."""
     for name, value in values.items():
         if value is None:
             os.environ.pop(name, None)

@@ -100,7 +100,7 @@ def test_flexible_runner(one_device: OneDevice) -> None:
 @pytest.mark.parametrize(
     "flag",
     [
-        pytest.param("", id="ddp", marks=pytest.mark.full),  # distributed_training has it
+        pytest.param("", id="ddp", marks=pytest.mark.full),
         "--use-fsdp",
         pytest.param("--use-deepspeed", marks=pytest.mark.deepspeed),
     ],
@@ -129,17 +129,6 @@ def test_flexible_runner_without_colossalai(run: RunScript) -> None:
     )
 
 
-@pytest.mark.distributed
-def test_distributed_training(run: RunScript, one_device: OneDevice, workers2: WorkerGroup, tmp_path: Path) -> None:
-    done = run("distributed_training", "--launcher", "pytorch", "--batch-size", "16", group=workers2)
-    alone = one_device("distributed_training")
-    assert "DDPStrategy on 2 processes" in done.out
-    assert alone["loss"] == pytest.approx(done["loss"], rel=1e-4)
-    assert alone["accuracy"][-1] == pytest.approx(done["accuracy"][-1], abs=0.2)
-    assert alone["accuracy"][-1] > 80
-    assert len(list(tmp_path.rglob("*.pt.trace.json"))) == 2, "each process writes its profile"
-
-
 def test_gan(run: RunScript, tmp_path: Path) -> None:
     """Two optimizers that are built before the run, as its DataLoader is."""
     done = run("gan")
@@ -165,18 +154,6 @@ def test_segmentation(run: RunScript, tmp_path: Path) -> None:
     predictions = sorted(path.name for path in tmp_path.rglob("prediction_*.png"))
     assert predictions == ["prediction_0_32.png", "prediction_1_32.png", "prediction_2_32.png"]
     assert len(list(tmp_path.glob("run/work_dir/*/vis_data/0/*.png"))) == 2, "pictures of two batches"
-
-
-def test_text_classification(run: RunScript) -> None:
-    pytest.importorskip("transformers")
-    assert run("text_classification")["accuracy"][-1] > 95
-
-
-def test_text_translation(run: RunScript) -> None:
-    pytest.importorskip("transformers")
-    done = run("text_translation")
-    assert done["right"][-1] > 0.8, "the words that generation finds"
-    assert done["gen_len"][-1] > 1
 
 
 def instructions(path: Path) -> str:

@@ -10,7 +10,6 @@ from flextrain.core.base.errors import ConfigError
 from flextrain.plan.plan import StrategyPlan, Traffic, TrainingPlan, read_plan
 from flextrain.plan.step_time import Measured, fit, measured_in, with_times
 
-from .real_runs import SCRIPT
 from .test_step_time import ROUND, a_plan, a_rank, matrix, shown
 
 
@@ -151,29 +150,6 @@ def test_logs_without_times(tmp_path):
     log.write_text("Epoch(train)")
     with pytest.raises(ConfigError, match="is no log of scalars"):
         measured_in(f"ddp={log}")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--calibrate", "ddp=1s"], "plan.calibrate: has no meaning without a machine, give --machine"),
-        (
-            ["--machine", "h100", "--calibrate", "fsd=1s"],
-            'plan.calibrate: "fsd" is not planned, choose ddp or fsdp, did you',
-        ),
-        (
-            ["--machine", "h100", "--nodes", "2"],
-            "plan.nodes: 2 with 12 processes each is not allowed, a node of h100 has 8",
-        ),
-        (["--machine", "h100"], "plan.nodes: missing, 24 processes"),
-        (["--machine", "v99"], 'plan.machine: "v99" is not known'),
-    ],
-    ids=["machine", "strategy", "devices", "nodes", "name"],
-)
-def test_wrong_options_are_one_line_before_anything_is_planned(capsys, arguments, says):
-    world_size = "24" if "nodes: missing" not in says else "20"
-    assert main(["plan", SCRIPT, "--world-size", world_size, *arguments]) == 2
-    assert f"flextrain: {says.replace('24', world_size)}" in capsys.readouterr().err
 
 
 def test_a_saved_plan_is_timed_without_planning_again(capsys, tmp_path):

@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from flextrain.cli import main
 from flextrain.core.base.errors import ConfigError
 from flextrain.plan.fit import axes_in, lines_on_search, name_of, ordered, products, search
 from flextrain.plan.per_strategy import plan, plan_strategy
@@ -137,20 +136,6 @@ def test_a_mesh_whose_shards_are_too_large_is_not_planned():
 def test_wrong_arguments(axes, memory, limit, says):
     with pytest.raises(ConfigError, match=f"^{says}"):
         searched(axes, lambda job: (1, 1), memory=memory, limit=limit)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--fit", "tp", "--strategies", "fsdp"], "plan.fit: tp was given with --strategies, give one of them"),
-        (["--fit-limit", "3"], "plan.fit_limit: 3 has no effect without --fit, leave it out"),
-        (["--fit", "tp"], "plan.fit: what has to fit is not known, give --device-memory"),
-        (["--fit", "tq"], 'plan.fit: "tq" is not allowed, choose '),
-    ],
-)
-def test_wrong_options_of_the_command(capsys, arguments, says):
-    assert main(["plan", SCRIPT, "--world-size", "8", *arguments]) == 2
-    assert f"flextrain: {says}" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from flextrain.core.torch_compat.torch_private import fake_mode
 from flextrain.plan.ledger import Ledger, Network
-from flextrain.plan.rehearsing_private import quick_fake_mode
 
 FLOAT = 4
 
@@ -51,7 +51,7 @@ def test_work_without_values_is_that_of_real_tensors():
             return ledger.books()
 
     real = counted()
-    with quick_fake_mode():  # in which torch asks for devices by operations
+    with fake_mode():  # in which torch asks for devices by operations
         planned = counted()
     assert planned.work == real.work
     assert "prim.device" not in {moment.operation for moment in planned.moments}

@@ -206,21 +206,3 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 def _full(path, text, **_):
     path.write_bytes(text[:10].encode())
     raise OSError(28, "No space left on device")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (
-            ["--from", "plan.json", "train.py"],
-            "plan.script: train.py has no effect with --from, the plan is made already",
-        ),
-        (["--from", "plan.json", "--world-size", "8"], "plan.world_size: 8 has no effect with --from"),
-        (["--from", "plan.json", "--strategies", "ddp"], "plan.strategies: ddp has no effect with --from"),
-        (["train.py"], "plan.world_size: missing, give --world-size"),
-        ([], "plan.script: missing, give a script, or --from with a saved plan"),
-    ],
-)
-def test_wrong_arguments(capsys, arguments, says):
-    assert main(["plan", *arguments]) == 2
-    assert capsys.readouterr().err.startswith(f"flextrain: {says}")

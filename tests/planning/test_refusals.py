@@ -13,6 +13,11 @@ ROWS = {
         {},
         "strategy: dp_shard=100 * tp=8 is 800, but there are 1024",
     ),
+    "shard": (
+        *("mlp", "mesh:cp3", {}),
+        "strategy.dp_shard: nothing whole is left for it, cp=3 is 3 and does not divide the 1024 processes",
+    ),
+    "experts-of": ("mlp", "mesh:ep3", {}, "strategy.ep: 3 does not divide the 1024 processes of dp_shard * cp * tp"),
     "zero-size": ("mlp", {**MESH, "tp": 0}, {}, "strategy.tp: 0 is not allowed, give a positive number"),
     "replicas": ("mlp", {**FSDP, "replicate_size": 3}, {}, "strategy.replicate_size: 3 does not divide the 1024"),
     "groups": (

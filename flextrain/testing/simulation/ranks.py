@@ -26,7 +26,7 @@ from ...core.base.registry import REGISTRIES
 from ...core.comm.collectives import destroy_process_group
 from ...core.comm.rendezvous import PROCESS_VARIABLES, each_process_has
 from ...runner.runner import FlexibleRunner
-from ..loop import environ
+from ..loop import assign_variables, environ
 from .group import CallCounts, SharedGroup, SimulatedGroup
 from .group_private import threads_as_ranks
 from .turns import AbandonedError, Turns
@@ -50,7 +50,7 @@ class OwnState:
     def __init__(self) -> None:
         self._slots: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
             (_generators, _set_generators),
-            (_environment, _set_environment),
+            (_environment, assign_variables),
             (_script, _set_script),
             (torch.get_default_dtype, torch.set_default_dtype),
             _Registered().slot,
@@ -89,14 +89,6 @@ def _set_generators(states: tuple[Any, ...]) -> None:
 
 def _environment() -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in LAUNCH_VARIABLES}
-
-
-def _set_environment(variables: dict[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def _script() -> tuple[Any, ...]:
