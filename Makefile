@@ -100,7 +100,7 @@ pytest: $(VENV)/.installed-dev
 
 # torch_npu's sources (44 MB, once) for the tests of its optimizers, which are skipped where they cannot be had.
 npu-sources: $(VENV)/pyvenv.cfg
-	@$(PY) tests/npu/fetch_torch_npu.py --fetch || true
+	@$(PY) tests/npu/fetch_torch_npu.py || true
 
 # MMEngine's own tests, downloaded and translated, with flextrain in MMEngine's place.
 test-mmengine: $(VENV)/.installed-dev

@@ -69,21 +69,18 @@ def await_lock(folder: Path, patience_s: float) -> None:
     """Wait while another process compiles in ``folder``.
 
     Raises:
-        StrategyError: the lock is still there, and no process compiles or the time is over.
+        StrategyError: the lock is still there, and nothing was written for long or the time is over.
     """
     lock, deadline, said = folder / "lock", time.monotonic() + patience_s, False
     while _is_locked(lock):
-        holder = _who_has_open(lock)
-        is_stale = holder is None and not build_lock_is_advisory() and _age(folder) > STALE_S
+        is_stale = not build_lock_is_advisory() and _age(folder) > STALE_S
         if is_stale or time.monotonic() > deadline:
-            who = f"process {holder} holds it" if holder else "no process here holds it"
             raise StrategyError(
-                f"{lock}: the lock of the compilation of a DeepSpeed extension is still there, {who}; if no other "
-                f"machine compiles it, remove the file: rm {lock}"
+                f"{lock}: the lock of the compilation of a DeepSpeed extension is still there; if no process compiles it, remove "
+                f"the file: rm {lock}"
             )
         if not said:
-            who = f"process {holder}" if holder else "a process that is not visible here,"
-            logger.warning("Waiting for %s, which compiles an extension of DeepSpeed: %s", who, lock)
+            logger.warning("Waiting for a process that compiles an extension of DeepSpeed: %s", lock)
             said = True
         time.sleep(0.2)
 
@@ -111,16 +108,6 @@ def _age(folder: Path) -> float:
         with contextlib.suppress(FileNotFoundError):
             times.append(path.stat().st_mtime)
     return time.time() - max(times)
-
-
-def _who_has_open(lock: Path) -> int | None:
-    """Return a process that has the file open, as torch has while it compiles; None if none is visible."""
-    target = lock.resolve()
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
-            if link.readlink() == target:
-                return int(link.parts[2])
-    return None
 
 
 # The package deepspeed, which may not be installed.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib
 import importlib.util
 import logging
@@ -14,7 +13,6 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,8 +23,8 @@ from torch import Tensor, nn
 
 from ...core.base.errors import LaunchError, StrategyError, counted
 from ...core.checkpoint.folders import FolderLock, OccupiedError
-from ...core.comm.agreement import raising_together, told_by_rank_0
-from ...core.comm.collectives import all_gather_object, is_main, side_group, start_reduce
+from ...core.comm.agreement import raising_together
+from ...core.comm.collectives import all_gather_object, side_group
 from ...core.torch_compat.torch_private import build_folder
 from ...optim.trial import Samples, TrialError
 from ...optim.wrapper import OptimWrapper
@@ -285,7 +283,7 @@ class SwapFiles:
             return []
         with raising_together(), _reachable():
             rooms = self._measured(self._needed(model, wrapper, world_size, dtype))
-        check_room(all_gather_object(on_shared_disks(rooms), side_group()))
+        check_room(all_gather_object(rooms, side_group()))
         param = self._zero.offload_param
         if param is None or not param.on_files:
             return []
@@ -382,52 +380,6 @@ class Room(NamedTuple):
     folder: str
     free: int
     needed: int
-
-
-def on_shared_disks(rooms: Sequence[Room]) -> list[Room]:
-    """Let a network disk that several machines see be one disk, rank 0's, with the room that is left of it; a collective.
-
-    Otherwise the free room of a disk would count once for each machine. A disk that several machines share, and rank 0's does
-    not, is not recognised.
-
-    Raises:
-        StrategyError: rank 0 cannot write to one of its folders.
-    """
-    marks = told_by_rank_0(lambda: [_marked(room) for room in rooms])
-    try:
-        seen = [next((mark for mark in marks if _sees(room, mark)), None) for room in rooms]
-        found = [
-            room if mark is None else room._replace(machine=mark.machine, disk=mark.disk)
-            for room, mark in zip(rooms, seen, strict=True)
-        ]
-        start_reduce(0, "max", side_group())()  # no mark is removed before all have looked
-        return found
-    finally:
-        if is_main():
-            for room, mark in zip(rooms, marks, strict=True):
-                with contextlib.suppress(OSError):
-                    (Path(room.folder) / mark.name).unlink()
-
-
-class _Mark(NamedTuple):
-    name: str
-    """Of an empty file in one of rank 0's folders."""
-    machine: str
-    disk: int
-
-
-def _marked(room: Room) -> _Mark:
-    mark = _Mark(f".flextrain_{uuid.uuid4().hex}.tmp", room.machine, room.disk)
-    with _reachable():
-        (Path(room.folder) / mark.name).touch()
-    return mark
-
-
-def _sees(room: Room, mark: _Mark) -> bool:
-    try:
-        return (Path(room.folder) / mark.name).exists()
-    except OSError:
-        return False
 
 
 def check_room(rooms: Sequence[Sequence[Room]]) -> None:

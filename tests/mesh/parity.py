@@ -92,21 +92,13 @@ def data(name: str, recipe: Recipe, updates: int) -> list[list[dict[str, Tensor]
     return (one * (updates // len(one) + 1))[:updates]
 
 
-def reordered(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A batch with its samples in the reverse order, of which every sum is the same but for rounding."""
-    return {key: values.flip(0) for key, values in batch.items()}
-
-
 @functools.cache
-def reference(
-    name: str, recipe: Recipe, updates: int, dtype: torch.dtype, *, reverse: bool = False
-) -> tuple[Trace, dict[str, Tensor]]:
+def reference(name: str, recipe: Recipe, updates: int, dtype: torch.dtype) -> tuple[Trace, dict[str, Tensor]]:
     """The training run of one device, once in each process."""
     with alone(), dtype_of(dtype):
         strategy = SingleDeviceStrategy(device="cpu")
         model, optim = strategy.setup(recipe.model(name), recipe.optim())
         given = data(name, recipe, updates)
-        given = [[reordered(batch) for batch in window] for window in given] if reverse else given
         trace = train(strategy, model, optim, given)  # type: ignore[arg-type]
         weights = whole_model(strategy)
         strategy.leave()

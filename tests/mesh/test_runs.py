@@ -92,7 +92,7 @@ SAID: dict[tuple[str, str], str | None] = {  # other than REFUSED
     ("calls of forward", "pp2xtp2"): "",
     ("calls of forward", "ep2xtp2"): None,
 }
-QUICK = ("pp2",)
+QUICK = ("pp2", "cp2")
 
 
 def same(found: Outcome, expected: Outcome, tolerance: float = 1e-12) -> None:
@@ -135,9 +135,14 @@ def test_together(workers: Callable[[int], WorkerGroup], tmp_path: Path, mesh: s
     workers(MESHES[mesh][0]).run(together, mesh, tmp_path)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh, feature",
+    [
+        pytest.param(mesh, feature, marks=[] if (mesh, feature) == ("tp2", "values") else pytest.mark.full)
+        for mesh in MESHES
+        for feature in FEATURES
+    ],
+)
 def test_feature(workers: Callable[[int], WorkerGroup], tmp_path: Path, mesh: str, feature: str) -> None:
     axes = [axis for axis in ("pp", "cp", "ep", "dp") if axis in mesh]
     said = next((REFUSED[feature, axis] for axis in axes if (feature, axis) in REFUSED), None)
@@ -281,7 +286,7 @@ def called(options: Mapping[str, Any], name: str) -> list[float]:
         pytest.param(dict(cp=2), "llama", id="cp2", marks=pytest.mark.full),
         pytest.param(dict(cp=2, cp_kind="ring"), "llama", id="cp2-ring", marks=pytest.mark.full),
         pytest.param(dict(ep=2), "mixtral", id="ep2", marks=pytest.mark.full),
-        pytest.param(dict(tp=2), "llama", id="tp2", marks=pytest.mark.full),
+        pytest.param(dict(tp=2), "llama", id="tp2"),
     ],
 )
 def test_called_by_the_user(workers2: WorkerGroup, options: dict[str, Any], name: str) -> None:

@@ -1,7 +1,6 @@
 """torch_npu's fused optimizers, from its own sources, on the simulated device.
 
-`python tests/npu/fetch_torch_npu.py` gets the sources; without them these tests are skipped. Its report is in
-fused_optimizers.md.
+`python tests/npu/fetch_torch_npu.py` gets the sources; without them these tests are skipped.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from flextrain.core.checkpoint import Checkpoint, FlatShard
 from flextrain.core.comm.topology import DataShard, Topology
 from flextrain.core.model.base_model import BaseModel
 from flextrain.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict, build_optim_wrapper
-from flextrain.strategies import DDPStrategy, DeepSpeedOptimWrapper, DeepSpeedStrategy, SingleDeviceStrategy
+from flextrain.strategies import DeepSpeedOptimWrapper, DeepSpeedStrategy, SingleDeviceStrategy
 from flextrain.strategies.parts import init_weights
 from flextrain.testing import WorkerGroup, check_strategy
 from flextrain.testing.differences import relative_difference, same_tensors
@@ -83,14 +83,6 @@ def train_both(stage: int, model: type[SmallModel], spec: dict[str, Any]) -> dic
         "norm": max(abs(a / b - 1) for a, b in zip(found.trace.grad_norms, expected.trace.grad_norms, strict=True)),  # type: ignore[operator]
         "weights": max(relative_difference(found.weights[-1][k], v) for k, v in expected.weights[-1].items()),
     }
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("stage", STAGES)
-def test_parity(workers2: WorkerGroup, stage: int) -> None:
-    for model in (Mlp, HalfFrozen):
-        for differences in workers2.run(train_both, stage, model, {}):
-            assert max(differences.values()) < 1e-5, differences
 
 
 VARIANTS: list[tuple[int, dict[str, Any]]] = [
@@ -192,36 +184,7 @@ def test_running_statistics_stay_float32(workers2: WorkerGroup, stage: int) -> N
         assert max(differences.values()) < 0.01, differences
 
 
-# Between strategies
-
-
-def there_and_back(path: Path) -> None:
-    """DDP, then stage 3 from its checkpoint, then stage 1 from that, then a single device: one run, and one device's."""
-    batches = one_each(data(ConformanceNet, 8))
-    with single_device(adamw(), ConformanceNet) as single:
-        expected = run(single, batches).weights[-1]
-    specs: list[Any] = [DDPStrategy, zero(3), zero(1)]
-    before: dict[str, Any] = {}
-    for number, spec in enumerate(specs):
-        with started(spec, adamw(), ConformanceNet, seed=7 + number) as session:
-            if number:
-                load(session, path / str(number - 1))
-                state = whole_state(session.strategy)
-                same_tensors(state, before, "state as it is loaded")
-                assert state.keys() == before.keys()
-            run(session, batches[2 * number : 2 * number + 2])
-            save(session, path / str(number))
-            before = whole_state(session.strategy)
-    with single_device(adamw(), ConformanceNet, seed=50) as single:
-        load(single, path / "2")
-        same_tensors(whole_state(single.strategy), before, "state as a single device loads it")
-        found = run(single, batches[6:]).weights[-1]
-    same_tensors(found, expected, "weights at the end", 1e-6)
-
-
-@pytest.mark.distributed
-def test_resume_from_ddp_through_zero_to_a_single_device(workers2: WorkerGroup, tmp_path: Path) -> None:
-    workers2.run(there_and_back, tmp_path)
+# State
 
 
 def nothing_is_gathered(stage: int) -> list[tuple[str, int, int]]:

@@ -18,14 +18,12 @@ pytest.importorskip("deepspeed", reason="needs pip install flextrain[deepspeed]"
 
 from flextrain.core.base.errors import ConfigError, StrategyError
 from flextrain.core.checkpoint.folders import FolderLock
-from flextrain.core.comm import collectives as dist
 from flextrain.strategies import DeepSpeedStrategy, detect_launch
 from flextrain.strategies.deepspeed import swap_files
 from flextrain.strategies.deepspeed import swap_files as async_io
 from flextrain.strategies.deepspeed.engine_config import Request, engine_config
 from flextrain.strategies.deepspeed.swap_files import SwapFolder
 from flextrain.testing import WorkerGroup
-from flextrain.testing.simulation import simulate
 
 pytestmark = pytest.mark.deepspeed
 
@@ -268,28 +266,6 @@ def test_processes_that_share_a_disk_share_its_room() -> None:
     with pytest.raises(StrategyError) as caught:
         swap_files.check_room([room("a", 10, 5), room("b", 4, 5)])
     assert str(caught.value) == f'{PARAM}.nvme_path: "/disk" has 4.0 GiB free on b, and 1 process need about 5.0 GiB'
-
-
-def test_a_disk_of_several_machines_counts_once(tmp_path: Path) -> None:
-    """Each machine sees a disk of its own number; of rank 2 it is another folder, as local disks are."""
-    shared, local = tmp_path / "shared", tmp_path / "local"
-    shared.mkdir()
-    local.mkdir()
-
-    def measured() -> list[swap_files.Room]:
-        rank = int(os.environ["RANK"])
-        dist.init_process_group("gloo", rank=rank, world_size=3, init_method="env://", timeout_s=30)
-        folder = local if rank == 2 else shared
-        room = swap_files.Room(f"machine {rank}", 5 + rank, f"{PARAM}.nvme_path", str(folder), 10 * 2**30, 6 * 2**30)
-        found = swap_files.on_shared_disks([room])
-        dist.destroy_process_group()
-        return found
-
-    rooms = simulate(3, measured)
-    assert [(room.machine, room.disk) for (room,) in rooms] == [("machine 0", 5), ("machine 0", 5), ("machine 2", 7)]
-    assert not [*shared.iterdir(), *local.iterdir()]
-    with pytest.raises(StrategyError, match="has 10.0 GiB free on machine 0, and 2 processes need about 12.0 GiB"):
-        swap_files.check_room(rooms)
 
 
 def told(folder: Path, wrong: str) -> tuple[str, bool]:
