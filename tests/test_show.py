@@ -45,7 +45,7 @@ def test_in_a_pipe_an_argument_is_one_line(capsys: pytest.CaptureFixture[str], m
     [
         ("strategy.zero_optimization.stage", ["0 | 1 | 2 | 3, default 0", "See also: DeepSpeedStrategy"]),
         ("fsdp", ['Short for dict(type="FSDPStrategy").', 'strategy="fsdp"']),
-        ("zero_optimization.stage", ["strategy.zero_optimization.stage  option of DeepSpeedStrategy"]),
+        ("zero_optimization.stage", ["strategy.zero_optimization.stage  argument of"]),
         ("flextrain.FlexibleRunner", ["flextrain.runner.runner:FlexibleRunner"]),
         ("flextrain.ray.train_loop", ["flextrain.ray.ray_loop:train_loop"]),
         ("MeanMetric", ["torchmetrics."]),
