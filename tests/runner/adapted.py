@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
 from flextrain import FlexibleRunner, Hook
-from flextrain.core.checkpoint import FlatShard
+
+from .training import whole
 
 SIZES: dict[str, Any] = dict(
     hidden_size=32,
@@ -94,14 +94,9 @@ def adapted(
     try:
         runner.train()
         state = {name: t for name, t in runner.strategy.model_state().items() if "lora_" in name}
-        return losses.values, {name: whole(t) for name, t in state.items()}
+        return losses.values, {name: whole(t).detach().clone() for name, t in state.items()}
     finally:
         runner.close()
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    found = tensor.full_tensor() if isinstance(tensor, (DTensor, FlatShard)) else tensor
-    return found.detach().clone()
 
 
 def means(results: list[tuple[list[float], Any]]) -> list[float]:

@@ -135,10 +135,7 @@ def trained_in_parts(folder: Path, strategy: dict[str, Any], async_save: bool) -
             default_hooks=hooks(async_save=async_save),
         )  # fmt: skip
         runner.train()
-        state = {
-            key: value.full_tensor() if hasattr(value, "full_tensor") else value
-            for key, value in whole_state(runner).items()
-        }
+        state = whole_state(runner)
         runner.strategy.leave()
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
 

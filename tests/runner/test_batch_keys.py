@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from flextrain import BaseDataPreprocessor, BaseMetric, ConfigError, FlexibleRunner
 
+from .training import refuses
+
 
 class Net(nn.Module):
     def __init__(self, preprocessor: nn.Module | None = None) -> None:
@@ -90,9 +92,8 @@ def test_unused_keys_are_left_out_and_said_once(tmp_path: Path, preprocessor: An
     ],
 )
 def test_a_misspelled_key_raises(tmp_path: Path, batch: dict[str, Any], error: Any, message: str) -> None:
-    with pytest.raises(error) as caught:
+    with refuses(error, message):
         run(tmp_path, batch)
-    assert message in str(caught.value)
 
 
 def test_a_key_like_one_that_is_there_is_no_misspelling(tmp_path: Path) -> None:

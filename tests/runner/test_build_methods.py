@@ -21,7 +21,7 @@ from flextrain import (
 from flextrain.optim.schedulers import MultiStepLR
 from flextrain.runner.loops.train import EvalConfig, TrainConfig
 
-from .training import SGD, make_runner, validation
+from .training import SGD, make_runner, refuses, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 STEPS = dict(type="MultiStepLR", milestones=[1])
@@ -111,11 +111,8 @@ class OnlyTrains(nn.Module):
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_a_model_that_cannot_predict_is_told_before_training(tmp_path: Path, dry_run: bool) -> None:
     runner = make_runner(tmp_path, model=OnlyTrains(), env_cfg=dict(dry_run=dry_run), **validation())
-    with pytest.raises(
-        ConfigError, match="^model: OnlyTrains has neither forward nor val_step, evaluation needs"
-    ) as told:
+    with refuses(ConfigError, matches="^model: OnlyTrains has neither forward nor val_step, evaluation needs"):
         runner.train()
-    assert "\n" not in str(told.value)
     assert runner.iter == 0
 
 

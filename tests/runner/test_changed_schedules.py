@@ -16,7 +16,7 @@ from flextrain.optim.schedulers import ParamScheduler, build_param_schedulers
 from flextrain.optim.schedulers.replay import GroupValues, adopt, changes, replay, settings
 from flextrain.runner.hooks import Hook
 
-from .training import Samples, SaveEvery, change_values, make_runner, validation
+from .training import Samples, SaveEvery, change_values, log_lines, make_runner, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -94,23 +94,11 @@ def values_of(
             **changes,
         },
     )
-    handler = Lines([] if warnings is None else warnings)
-    runner.logger.addHandler(handler)
-    try:
+    with log_lines() as said:
         runner.train()
-    finally:
-        runner.logger.removeHandler(handler)
+    if warnings is not None:
+        warnings += [line for line in said if "param_scheduler" in line and "was " in line]
     return values.seen
-
-
-class Lines(logging.Handler):
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self.lines = lines
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "param_scheduler" in record.getMessage() and "was " in record.getMessage():
-            self.lines.append(record.getMessage())
 
 
 @pytest.mark.parametrize(
@@ -326,18 +314,18 @@ def test_another_number_of_samples_in_an_update_is_told(tmp_path: Path, sampler:
         return dict(train_dataloader=data, train_cfg=dict(by_epoch=False, max_iters=12), **more)
 
     values_of(tmp_path / "run", COSINE, **with_batches(8, custom_hooks=[SaveEvery({4})]))
-    path, found = str(tmp_path / "run" / "iter_4"), Every()
+    path = str(tmp_path / "run" / "iter_4")
     sgd = dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9), paramwise_cfg=dict(bias_lr_mult=2.0))
     runner = make_runner(
         tmp_path / "rest", optim_wrapper=sgd, param_scheduler=COSINE, resume=path, log_level="INFO", **with_batches(3)
     )
-    runner.logger.addHandler(found)
-    runner.train()
-    assert [line for line in found.lines if "An update has" in line] == [
+    with log_lines(logging.INFO) as found:
+        runner.train()
+    assert [line for line in found if "An update has" in line] == [
         "An update has 3 samples now, it had 8 (batch_size 8 -> 3): schedules and intervals by iteration go on at iteration 4, "
         "whose updates had the former size"
     ]
-    assert not [line for line in found.lines if "update is number" in line or "own count" in line]
+    assert not [line for line in found if "update is number" in line or "own count" in line]
     says = (
         "give the former data, these have no end of an epoch"
         if sampler == "InfiniteSampler"
@@ -345,14 +333,3 @@ def test_another_number_of_samples_in_an_update_is_told(tmp_path: Path, sampler:
     )
     with pytest.raises(CheckpointError, match=f"num_samples=24, it is 30 now; {says} to change it; resume=dict"):
         values_of(tmp_path / "more", COSINE, path, **with_batches(8, 30))
-
-
-class Every(Lines):
-    """All warnings and notes."""
-
-    def __init__(self) -> None:
-        super().__init__([])
-        self.setLevel(logging.INFO)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())

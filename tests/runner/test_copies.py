@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from flextrain import ConfigError, DataShard, DDPStrategy, FSDPStrategy, SingleDeviceStrategy, StrategyError, Topology
@@ -20,7 +19,19 @@ from flextrain.core.checkpoint import Checkpoint
 from flextrain.testing import WorkerGroup, check_strategy
 
 from .copies import DDPCopies, FSDPCopies
-from .training import SGD, Accuracy, Net, Samples, SaveEvery, Watch, data_workers, differences, make_runner, whole_state
+from .training import (
+    SGD,
+    Accuracy,
+    Net,
+    Samples,
+    SaveEvery,
+    Watch,
+    data_workers,
+    differences,
+    make_runner,
+    whole,
+    whole_state,
+)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick")]
 
@@ -104,8 +115,7 @@ def life(folder: str, strategy: type, at: int | None = None, **changes: Any) -> 
     metrics = runner.val()
     buffers = dict(runner.strategy.module.named_buffers())
     state = {key: value for key, value in whole_state(runner).items() if key.removeprefix("model.") not in buffers}
-    state |= {name: buffer.clone() for name, buffer in buffers.items()}
-    state = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
+    state |= {name: whole(buffer).clone() for name, buffer in buffers.items()}
     runner.save_checkpoint(folder, "end" if at is None else f"end_{at}")
     rank, log = runner.rank, Path(runner.log_dir)
     runner.strategy.leave()

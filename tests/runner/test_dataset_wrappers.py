@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -14,13 +13,12 @@ from torch.utils.data import ConcatDataset as TorchConcatDataset
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from flextrain import DATASETS, FUNCTIONS, ConfigError
-from flextrain.runner import build_dataloader
 from flextrain.runner.data.checks import check_dataloader
 from flextrain.runner.data.dataset_wrappers import ClassBalancedDataset, ConcatDataset, RepeatDataset
 from flextrain.testing import WorkerGroup
 
 from .test_sample_seeds import Noisy, data, over_processes, rows, stir
-from .training import Net, SaveEvery, Watch, differences, make_runner, whole_state
+from .training import Net, SaveEvery, Watch, built_loader, differences, make_runner, whole_state
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -66,8 +64,7 @@ DE: Cfg = dict(type=Letters, letters="de")
 def built(dataset: Any, **more: Any) -> Any:
     cfg = dict(dataset=dataset, **more)
     check_dataloader(cfg, "train_dataloader")
-    logger = logging.getLogger("flextrain")
-    return build_dataloader(cfg, training=True, seed=5, shard=(1, 2), where="train_dataloader", logger=logger).dataset
+    return built_loader(cfg, (1, 2)).dataset
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -32,6 +30,7 @@ from .training import (
     Weighted,
     change_values,
     differences,
+    log_lines,
     make_runner,
     validation,
     whole_state,
@@ -83,24 +82,13 @@ def test_every_update_has_both_halves(tmp_path: Path, workers2: WorkerGroup, len
         assert len(samples) == length + length % 2  # the first sample again, so that both make as many updates
 
 
-@contextmanager
-def lines(level: int) -> Iterator[list[str]]:
-    found: list[str] = []
-    handler = logging.Handler(level)
-    handler.emit = lambda record: found.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
-    logger = logging.getLogger("flextrain")
-    logger.addHandler(handler)
-    yield found
-    logger.removeHandler(handler)
-
-
 def with_loader(folder: str, kind: str) -> tuple[list[list[int]], list[str]]:
     samples = Samples(24)
     given = {
         "plain": lambda: DataLoader(samples, batch_size=2, shuffle=True),
         "in-order": lambda: DataLoader(samples, batch_size=2),
     }[kind]()
-    with lines(logging.INFO) as found:
+    with log_lines(logging.INFO) as found:
         watch, _, _ = run(folder, train_dataloader=given, train_cfg=dict(max_epochs=1), log_level="INFO")
     return watch.trained, [line for line in found if "train_dataloader" in line]
 
@@ -110,7 +98,7 @@ def test_a_plain_dataloader_is_split_and_the_log_says_so(tmp_path: Path, workers
     (first, said), (second, _) = workers2.run(with_loader, str(tmp_path), kind)
     assert sorted(chain(*first, *second)) == list(range(24))
     assert said == [
-        f"INFO train_dataloader: the DataLoader got a DefaultSampler(shuffle={kind == 'plain'}) that splits it over "
+        f"train_dataloader: the DataLoader got a DefaultSampler(shuffle={kind == 'plain'}) that splits it over "
         "2 processes"
     ]
 
@@ -313,7 +301,7 @@ def test_the_random_state_of_a_process_is_missing(tmp_path: Path, workers2: Work
 
 
 def rest_of(folder: str, checkpoint: str, **changes: Any) -> tuple[list[list[int]], dict[str, Any], list[str]]:
-    with lines(logging.WARNING) as found:
+    with log_lines() as found:
         watch, _, state = run(f"{folder}/rest", resume=checkpoint, log_level="WARNING", **changes)
     return watch.trained, state, [line for line in found if "RNG states" in line]
 
@@ -343,7 +331,7 @@ def test_another_number_of_processes_at_the_end_of_an_epoch(tmp_path: Path, work
         found = [sorted(update) for update in trained]
         warned = "The checkpoint was written with 2 data shards and there is 1 now"
     assert found == [sorted(update) for update in whole[6:]]
-    assert said[0].startswith(f"WARNING {warned}: RNG states are not restored")
+    assert said[0].startswith(f"{warned}: RNG states are not restored")
     for key, value in expected.items():
         if isinstance(value, Tensor):
             assert torch.allclose(state[key], value, rtol=1e-5, atol=1e-6), key

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -26,12 +25,11 @@ from torch.utils.data import (
 
 from flextrain import ConfigError
 from flextrain.core.comm.collectives import get_rank
-from flextrain.runner import build_dataloader
 from flextrain.runner.data.samplers import DefaultSampler
 from flextrain.testing import WorkerError, WorkerGroup
 
 from .test_evaluation import evaluate
-from .training import Samples, Watch, make_runner, validation
+from .training import Samples, Watch, built_loader, make_runner, refuses, validation
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick")]
 LENGTH = 25
@@ -223,17 +221,15 @@ NAMES = dict(
 @pytest.mark.parametrize("kind, name", NAMES.items())
 @pytest.mark.parametrize("training", [True, False])
 def test_what_may_give_all_processes_the_same_is_asked_for(kind: str, name: str, training: bool) -> None:
-    build = dict(training=training, seed=0, where="train_dataloader", logger=logging.getLogger("flextrain"))
     given = source(kind, 2, None)
     given = given.get("loader", given)
-    with pytest.raises(ConfigError) as caught:
-        build_dataloader(given, shard=(0, 2), **build)
-    assert str(caught.value).startswith(
-        f"train_dataloader.shard: missing, every one of the 2 processes may get all of {name}; "
-    )
-    build_dataloader(given, shard=(0, 1), **build)
+    with refuses(
+        ConfigError, begins=f"train_dataloader.shard: missing, every one of the 2 processes may get all of {name}; "
+    ):
+        built_loader(given, (0, 2), training)
+    built_loader(given, (0, 1), training)
     wanted = given if isinstance(given, dict) else dict(loader=given)
-    build_dataloader(wanted | dict(shard=False), shard=(0, 2), **build)
+    built_loader(wanted | dict(shard=False), (0, 2), training)
 
 
 def test_orders_that_differ_are_not_divided(tmp_path: Path, workers2: WorkerGroup) -> None:
@@ -298,15 +294,13 @@ DEALING = {
 @pytest.mark.parametrize("kind", DEALING)
 @pytest.mark.parametrize("form", ["dict", "DataLoader", "batches"])
 def test_a_sampler_that_deals_to_others_is_refused(kind: str, form: str) -> None:
-    options: dict[str, Any] = dict(training=True, seed=0, where="data", logger=logging.getLogger("flextrain"))
-
     def built(part: tuple[int, int], shard: bool = True) -> Any:
         sampler = DEALING[kind](*part)
         given: dict[str, Any] = dict(dataset=SAMPLES, batch_size=2, sampler=sampler)
         if form == "batches":
             given = dict(dataset=SAMPLES, batch_sampler=Mirrored(sampler, 2, False))
         data = dict(loader=DataLoader(**given)) if form == "DataLoader" else given
-        return build_dataloader(data | dict(shard=shard), shard=(2, 4), **options)
+        return built_loader(data | dict(shard=shard), (2, 4))
 
     with pytest.raises(
         ConfigError, match="deals the data to 2 processes and gives this one part 0, but the strategy has 4"

@@ -23,7 +23,7 @@ from flextrain.core.torch_compat.torch_private import end_loader_workers
 from flextrain.runner.loops.evaluate import ValLoop
 from flextrain.testing import WorkerGroup
 
-from .training import Accuracy, Samples, Watch, make_runner, validation, whole_state
+from .training import DDP, FSDP, Accuracy, Samples, Watch, make_runner, validation, whole_state, zero
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -143,7 +143,7 @@ def life(
         "losses": [float(loss) for loss in watch.losses],
         "trained": watch.trained,
         "draws": draws.states,
-        "state": {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()},
+        "state": state,
         "metrics": runner.message_hub.get_scalar("val/accuracy").state_dict(),
         "batches": runner.message_hub.get_scalar("val/batches").state_dict(),
         "module": (runner.strategy.module.count, list(runner.strategy.module.seen)),
@@ -210,19 +210,15 @@ def test_nothing_stays_with_workers(tmp_path: Path) -> None:
     same(*(life(str(tmp_path), dry_run, 2, None, True) for dry_run in (False, True)))
 
 
-FSDP = dict(type="FSDPStrategy", wrap=["Linear"])
-ZERO3 = dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=3))
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("strategy", "num_workers"),
     [
-        (dict(type="DDPStrategy"), 0),
+        (DDP, 0),
         (FSDP, 0),
-        pytest.param(dict(type="DDPStrategy"), 2, marks=pytest.mark.full),
+        pytest.param(DDP, 2, marks=pytest.mark.full),
         pytest.param(FSDP, 2, marks=pytest.mark.full),
-        pytest.param(ZERO3, 0, marks=[pytest.mark.full, pytest.mark.deepspeed]),
+        pytest.param(zero(3), 0, marks=[pytest.mark.full, pytest.mark.deepspeed]),
     ],
     ids=lambda value: value["type"] if isinstance(value, dict) else f"{value} workers",
 )

@@ -16,12 +16,9 @@ from flextrain import Hook
 from flextrain.runner.loops import dry_pass
 from flextrain.testing import WorkerError, WorkerGroup
 
-from .training import Accuracy, make_runner, validation
+from .training import DDP, FSDP, Accuracy, make_runner, validation
 
 pytestmark = [pytest.mark.usefixtures("quick"), pytest.mark.distributed]
-
-FSDP = dict(type="FSDPStrategy", wrap=["Linear"])
-DDP = dict(type="DDPStrategy")
 
 
 class Fails(nn.Module):

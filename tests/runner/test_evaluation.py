@@ -17,7 +17,7 @@ from flextrain.runner.hooks import Hook
 from flextrain.runner.metrics.evaluator import build_evaluator, check_evaluator
 from flextrain.testing import WorkerGroup
 
-from .training import SGD, Accuracy, Net, Samples, configuration, make_runner, validation
+from .training import SGD, Accuracy, Net, Samples, configuration, log_lines, make_runner, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -307,9 +307,6 @@ def test_torchmetrics_on_two_processes(tmp_path: Path, workers2: WorkerGroup, le
 
 def padded(folder: str, length: int, with_torchmetrics: bool) -> tuple[dict[str, Any], list[str]]:
     """A sampler of torch's own, which repeats samples at the end."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     parts: dict[str, Any] = dict(model=fixed, val_cfg=dict(), val_evaluator=Accuracy, log_level="WARNING")
     if with_torchmetrics:
         parts |= dict(val_evaluator=dict(type="MeanMetric"), model=lambda: Pairs("mean"))
@@ -324,9 +321,8 @@ def padded(folder: str, length: int, with_torchmetrics: bool) -> tuple[dict[str,
     runner = FlexibleRunner(
         **{**config, "strategy": strategy, "val_dataloader": DataLoader(samples, batch_size=4, sampler=sampler)}
     )
-    runner.logger.addHandler(handler)
-    metrics = runner.val()
-    runner.logger.removeHandler(handler)
+    with log_lines() as lines:
+        metrics = runner.val()
     strategy.leave()
     return metrics, lines
 

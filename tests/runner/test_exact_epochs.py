@@ -12,20 +12,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from flextrain import ConfigError
-from flextrain.core.checkpoint import FlatShard
 from flextrain.runner import EpochBasedTrainLoop
 from flextrain.runner.hooks import Hook
 
-from .training import Samples, SaveEvery, Stop, StopAt, Watch, data_workers, make_runner, whole_state
+from .training import DDP, FSDP, Samples, SaveEvery, Stop, StopAt, Watch, data_workers, make_runner, whole_state, zero
 
 pytestmark = pytest.mark.usefixtures("quick")
 
-DDP = dict(type="DDPStrategy")
-FSDP = dict(type="FSDPStrategy", wrap=["Linear"])
 ADAMW = dict(type="AdamW", lr=0.02, weight_decay=0.1)
 
 
@@ -107,10 +103,7 @@ def run(
     runner = make_runner(folder, **{**settings, **changes})
     with contextlib.suppress(Stop):
         runner.train()
-    state = {
-        key: value.full_tensor() if isinstance(value, (DTensor, FlatShard)) else value
-        for key, value in whole_state(runner).items()
-    }
+    state = whole_state(runner)
     shard = runner.strategy.topology.shard
     place = (runner.epoch, runner.iter, runner.max_iters)
     runner.strategy.leave()
@@ -199,7 +192,7 @@ def test_equals_one_process(
     check(parts, whole)
 
 
-ZERO = {f"zero{stage}": dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=stage)) for stage in (1, 2, 3)}
+ZERO = {f"zero{stage}": zero(stage) for stage in (1, 2, 3)}
 PLAN = {"net.0": "colwise", "net.2": "rowwise"}
 MESHES = {
     "tp2": dict(type="MeshStrategy", tp=2, plan=PLAN),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +10,8 @@ import pytest
 from torch.utils.data import IterableDataset, RandomSampler
 
 from flextrain import ConfigError
-from flextrain.runner import build_dataloader
+
+from .training import built_loader, refuses
 
 
 class Named(list[int]):
@@ -25,8 +25,7 @@ class Endless(IterableDataset[int]):
 
 def loader(shard: tuple[int, int] = (0, 1), **cfg: Any) -> Any:
     given = dict(dataset=Named(range(20)), collate_fn=list, batch_size=3) | cfg
-    log = logging.getLogger("flextrain")
-    return build_dataloader(given, training=True, seed=5, shard=shard, where="train_dataloader", logger=log)
+    return built_loader(given, shard)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -61,6 +60,5 @@ def test_the_rest_of_the_dataset_is_there() -> None:
     ],
 )
 def test_what_cannot_be_honoured_raises(cfg: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as raised:
+    with refuses(ConfigError, exactly=message):
         loader(**cfg)
-    assert str(raised.value) == message

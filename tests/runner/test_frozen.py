@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from flextrain import CheckpointError, DDPStrategy, FlexibleRunner, Hook, StrategyError
-from flextrain.core.checkpoint import Checkpoint, FlatShard
+from flextrain.core.checkpoint import Checkpoint
 from flextrain.core.checkpoint.replicas import FrozenPrints
 from flextrain.core.comm import collectives as dist
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import alone as alone_here
 
-from .training import Net, Samples, make_runner, whole_state
+from .training import Net, Samples, make_runner, whole, whole_state
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick")]
 
@@ -64,7 +63,7 @@ def trained(
         names = {name for name, _ in runner.strategy.module.named_parameters()}
         live = {f"model.{name}": t.detach() for name, t in runner.strategy.model_state().items() if name in names}
         state = {**state, **live}
-        return {k: v.full_tensor() if isinstance(v, (DTensor, FlatShard)) else v for k, v in state.items()}
+        return {key: whole(value) for key, value in state.items()}
     finally:
         runner.strategy.leave()
 

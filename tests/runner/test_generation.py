@@ -20,6 +20,8 @@ from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import alone
 from tests.strategies.whole_models import VOCABULARY, language_model
 
+from .training import refuses
+
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick")]
 
@@ -301,9 +303,8 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 def test_what_cannot_be_generated_from_is_said_in_one_line(tmp_path: Path) -> None:
     runner = make(tmp_path, None, env_cfg=dict(dry_run=False))
     for inputs, options, line in WRONG:
-        with pytest.raises(ConfigError) as caught:
+        with refuses(ConfigError, begins=line):
             runner.generate(inputs, **options)
-        assert str(caught.value).startswith(line)
     with pytest.raises(
         ConfigError, match=r"^full_weights\.ranks: 0 is not allowed, give numbers from 0 to 0 in a list$"
     ):

@@ -20,6 +20,8 @@ from flextrain.runner.hooks import EMAHook
 from flextrain.runner.hooks.ema import WeightAverage
 from flextrain.testing import WorkerGroup
 
+from .training import refuses
+
 
 class Stage:
     """A hook with a model whose weights are set by hand."""
@@ -199,9 +201,8 @@ def test_averages_of_other_weights_are_filled_up_or_refused(runner: Any) -> None
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with refuses(ConfigError, message):
         EMAHook(**options)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("options", [{"begin_iter": 21}, {"begin_epoch": 3}])

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from flextrain import CheckpointError, ConfigError, FlexibleRunner
 from flextrain.runner.hooks import Hook
 
-from .training import SGD, Net, Samples, SaveEvery, change_values, configuration, make_runner, validation
+from .training import SGD, Net, Samples, SaveEvery, change_values, configuration, make_runner, refuses, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -193,9 +193,8 @@ def test_a_file_that_executes_code_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["broken.pth", "broken.safetensors"])
 def test_a_file_that_is_none(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"PK not a file")
-    with pytest.raises(CheckpointError, match=name) as caught:
+    with refuses(CheckpointError, matches=name):
         loaded(tmp_path, tmp_path / name)
-    assert "\n" not in str(caught.value)
 
 
 # The averages of EMAHook belong to the weights
@@ -248,10 +247,8 @@ def test_load_from_takes_the_averages_too(tmp_path: Path, call: str) -> None:
 )
 def test_wrong_options_of_loading_are_found_before_anything_is_read(tmp_path: Path, options: Any, says: str) -> None:
     runner = make_runner(tmp_path)
-    with pytest.raises(ConfigError) as caught:
+    with refuses(ConfigError, says):
         runner.load_checkpoint(tmp_path / "nowhere.pth", **options)
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("key, value", [("strict", True), ("revise_keys", [])])
@@ -315,10 +312,8 @@ def test_a_missing_or_broken_piece_raises(tmp_path: Path, change: Any, says: str
     path = checkpoint(tmp_path, **changes)
     change_values(path, change)
     runner = make_runner(tmp_path / "rest", resume=str(path), **changes)
-    with pytest.raises(CheckpointError) as caught:
+    with refuses(CheckpointError, says):
         runner.train()
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 class Remembers(Hook):
@@ -392,10 +387,8 @@ def test_a_hook_that_is_new_starts_afresh(tmp_path: Path) -> None:
 )
 def test_a_checkpoint_of_another_run(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     path = checkpoint(tmp_path)
-    with pytest.raises(CheckpointError) as caught:
+    with refuses(CheckpointError, says):
         make_runner(tmp_path / "rest", resume=str(path), **changes).train()
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_at_the_end_of_an_epoch_the_data_may_change(tmp_path: Path) -> None:

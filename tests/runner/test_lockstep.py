@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ from flextrain.strategies.parts import meet
 from flextrain.testing import WorkerGroup
 
 from ..waiting import wait_until
-from .training import make_runner, validation
+from .training import log_lines, make_runner, validation
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick")]
 
@@ -119,25 +118,14 @@ def test_a_runner_that_only_one_makes(workers2: WorkerGroup, tmp_path: Path) -> 
 
 def waited_for(folder: Path) -> list[str]:
     """What is logged while rank 0 waits a second for rank 1, and may wait 20."""
-    runner, lines = small(folder, 20.0), Lines()
-    with pytest.MonkeyPatch.context() as patch:
+    runner = small(folder, 20.0)
+    with pytest.MonkeyPatch.context() as patch, log_lines() as found:
         patch.setattr(matched_calls, "SILENT_S", 0.2)
-        runner.logger.addHandler(lines)
         runner.logger.setLevel("WARNING")
         time.sleep(runner.rank)
         runner.val()
-        runner.logger.removeHandler(lines)
     runner.strategy.leave()
-    return lines.found
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage())
+    return found
 
 
 def test_one_that_waits_says_for_whom(workers2: WorkerGroup, tmp_path: Path) -> None:

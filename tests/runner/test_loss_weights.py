@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from flextrain import ConfigError
-from flextrain.core.checkpoint import FlatShard
 from flextrain.core.comm.topology import Topology
 from flextrain.runner.loops.losses import Weighing
 from flextrain.testing import WorkerGroup
@@ -83,10 +81,7 @@ def run(folder: str | Path, batch_size: int, accumulate: int, samples: Any = Non
     )  # fmt: skip
     runner = make_runner(folder, **{**settings, **changes})
     runner.train()
-    state = {
-        key: value.full_tensor() if isinstance(value, (DTensor, FlatShard)) else value
-        for key, value in whole_state(runner).items()
-    }
+    state = whole_state(runner)
     runner.strategy.leave()
     return {
         "state": {key: value for key, value in state.items() if isinstance(value, Tensor)},

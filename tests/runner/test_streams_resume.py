@@ -22,7 +22,8 @@ from flextrain.runner.data.streams.mixture import MixtureSchedule
 from flextrain.runner.data.streams.packing import GROUP
 from flextrain.testing import WorkerGroup
 
-from .test_elastic import DDP, on, setting, train
+from .test_elastic import on, setting, train
+from .training import DDP
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.torch_version import TorchVersion
 from torch.utils.data import Dataset
 
 from flextrain import BaseMetric, FlexibleRunner
-from flextrain.core.checkpoint import directory
+from flextrain.core.checkpoint import FlatShard, directory
 from flextrain.core.checkpoint.manifest import MANIFEST, VALUES
+from flextrain.runner import build_dataloader
 from flextrain.runner.hooks import Hook
 
 SGD = dict(type="SGD", lr=0.1, momentum=0.9)
+DDP = dict(type="DDPStrategy")
+FSDP = dict(type="FSDPStrategy", wrap=["Linear"])
+
+
+def zero(stage: int, **config: Any) -> dict[str, Any]:
+    return dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=stage, **config))
 
 
 class Samples(Dataset[dict[str, Any]]):
@@ -206,12 +218,17 @@ def validation(length: int = 10, **dataloader: Any) -> dict[str, Any]:
     )
 
 
+def whole(tensor: Any) -> Any:
+    """The whole of a tensor that may be divided over the processes."""
+    return tensor.full_tensor() if isinstance(tensor, (DTensor, FlatShard)) else tensor
+
+
 def whole_state(runner: FlexibleRunner) -> dict[str, Any]:
-    """Everything that training has changed: weights and their averages, optimizer, schedules, loss scale."""
+    """Everything that training has changed, whole: weights and their averages, optimizer, schedules, loss scale."""
     state = dict(runner.strategy.state())
     for hook in runner.hooks:
         state |= {f"hook.{key}": value for key, value in hook.state_dict().items()} if hook.holds_weights else {}
-    state = {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+    state = {key: whole(value).detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()}
     assert runner.optim_wrapper is not None
     state["wrapper"] = runner.optim_wrapper.plain_values()
     state["schedulers"] = {name: [s.state_dict() for s in group] for name, group in runner.schedulers.items()}
@@ -226,6 +243,14 @@ def change_values(path: Path, change: Callable[[Any], Any]) -> None:
     del manifest["xxh3"]
     manifest["files"][VALUES] = directory.write_file(path / VALUES, json.dumps(values).encode()).model_dump()
     directory.seal(path, json.dumps(manifest).encode())
+
+
+def built_loader(cfg: Any, shard: tuple[int, int] = (0, 1), training: bool = True, seed: int = 5) -> Any:
+    """What the runner makes of ``train_dataloader`` on one of several processes."""
+    logger = logging.getLogger("flextrain")
+    return build_dataloader(
+        cfg, training=training, seed=seed, shard=shard, where="train_dataloader", logger=logger
+    )  # fmt: skip
 
 
 def data_workers(count: int) -> dict[str, Any]:
@@ -249,3 +274,32 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 Changes = Callable[[Path], dict[str, Any]]
+
+
+@contextmanager
+def log_lines(level: int = logging.WARNING) -> Iterator[list[str]]:
+    """The messages of this level and above, as they come."""
+    found: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("flextrain")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+
+
+@contextmanager
+def refuses(
+    error: type[Exception], says: str = "", *, begins: str = "", exactly: str = "", matches: str = ""
+) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """An error is raised, whose message is one line and says what is given."""
+    with pytest.raises(error) as caught:
+        yield caught
+    message = str(caught.value)
+    assert says in message, message
+    assert message.startswith(begins), message
+    assert exactly in ("", message), message
+    assert re.search(matches, message), message
+    assert "\n" not in message, message
