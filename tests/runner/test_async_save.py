@@ -18,7 +18,7 @@ from flextrain.runner.hooks import Hook
 from flextrain.strategies.parts import check_replicas
 from flextrain.testing import WorkerGroup
 
-from .training import Watch, make_runner, validation, whole_state
+from .training import Watch, make_runner, whole_state
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -117,15 +117,6 @@ def test_an_exception_in_training_leaves_the_checkpoint_complete(
     with pytest.raises(RuntimeError, match="somebody else"):
         make_runner(tmp_path, default_hooks=hooks(async_save=True), custom_hooks=[Fail()]).train()
     assert is_checkpoint(tmp_path / "epoch_1")
-
-
-def test_the_best_is_kept_until_a_better_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow(0.05, monkeypatch)
-    options = hooks(async_save=True, save_best="accuracy", rule="greater", verify=True)
-    make_runner(tmp_path, train_cfg=EPOCHS, default_hooks=options, **validation()).train()
-    (best,) = tmp_path.glob("best_accuracy_*")
-    assert is_checkpoint(best)
-    assert not [path for path in tmp_path.iterdir() if path.name.endswith((".tmp", ".old"))]
 
 
 def trained_in_parts(folder: Path, strategy: dict[str, Any], async_save: bool) -> dict[str, Any]:

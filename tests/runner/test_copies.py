@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -246,29 +246,6 @@ def test_the_property_of_before_is_refused_by_name() -> None:
         Old()
 
 
-class Wrong(DDPStrategy):
-    """All processes have the same part of the data, and ``who`` of them report."""
-
-    who: tuple[int, ...] = (0, 1)
-
-    def _arrange(self) -> Topology:
-        return Topology(data=DataShard(0, 1), reports=self.topology.rank in self.who)
-
-
-class Nobody(Wrong):
-    who = ()
-
-
-class WithoutGroup(DDPStrategy):
-    def _arrange(self) -> Topology:
-        return Topology(data=DataShard(self.topology.rank, 3))
-
-
-class OtherPlace(DDPStrategy):
-    def _arrange(self) -> Topology:
-        return Topology(data=DataShard(1 - self.topology.rank, 2, torch.distributed.group.WORLD))
-
-
 class Forgets(SingleDeviceStrategy):
     def _arrange(self) -> Any:
         Topology()
@@ -279,36 +256,47 @@ def test_a_topology_that_is_none_is_refused_by_name() -> None:
         Forgets().join()
 
 
-class SameIndex(DDPStrategy):
-    """All processes say that theirs is the first shard."""
+class Wrong(DDPStrategy):
+    """Its topology is one of a table."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self.which = which
 
     def _arrange(self) -> Topology:
-        return Topology(data=DataShard(0, 2))
+        return WRONG[self.which][0](self.topology.rank)
 
 
-class NobodyOfAll(DDPStrategy):
-    def _arrange(self) -> Topology:
-        return Topology(reports=False)
+# What each process says of itself, and what all are told
+WRONG: dict[str, tuple[Callable[[int], Topology], str]] = {
+    "two report": (lambda rank: Topology(data=DataShard(0, 1)), "all need the same count, and each shard one process"),
+    "nobody reports": (
+        lambda rank: Topology(data=DataShard(0, 1), reports=False),
+        "each shard one process that reports",
+    ),
+    "nobody reports at all": (lambda rank: Topology(reports=False), "each shard one process that reports"),
+    "no group": (
+        lambda rank: Topology(data=DataShard(rank, 3)),
+        "Topology.data.group: missing, 3 of the 2 processes train on other shards of the data than this one",
+    ),
+    "another index": (
+        lambda rank: Topology(data=DataShard(1 - rank, 2, torch.distributed.group.WORLD)),
+        "of 2 there, and has shard",
+    ),
+    "the same index": (lambda rank: Topology(data=DataShard(0, 2)), "Topology.data.index: 0 is not allowed on rank 1"),
+    "only one shares": (
+        lambda rank: Topology(data=DataShard(0, 1)) if rank == 0 else Topology(),
+        "all need the same count",
+    ),
+    "only one is wrong": (
+        lambda rank: Topology(data=DataShard(3, 2)) if rank else Topology(data=DataShard(0, 1)),
+        "Topology.data.index: 3 is not allowed with 2 shards",
+    ),
+}
 
 
-class Disagreeing(DDPStrategy):
-    """Only rank 0 says that data are shared."""
-
-    def _arrange(self) -> Topology:
-        return Topology(data=DataShard(0, 1)) if self.topology.rank == 0 else Topology()
-
-
-class OneWrong(Wrong):
-    """Only rank 1 finds something wrong."""
-
-    who = (0,)
-
-    def _arrange(self) -> Topology:
-        return Topology(data=DataShard(3, 2)) if self.topology.rank == 1 else super()._arrange()
-
-
-def refusal(kind: type) -> str:
-    strategy = kind()
+def refusal(which: str) -> str:
+    strategy = Wrong(which)
     try:
         with pytest.raises(StrategyError) as caught:
             strategy.join()
@@ -319,26 +307,9 @@ def refusal(kind: type) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "kind, message",
-    [
-        (Wrong, "all need the same count, and each shard one process that reports"),
-        (Nobody, "each shard one process that reports"),
-        (
-            WithoutGroup,
-            "Topology.data.group: missing, 3 of the 2 processes train on other shards of the data than this one",
-        ),
-        (OtherPlace, "of 2 there, and has shard"),
-        (SameIndex, "Topology.data.index: 0 is not allowed on rank 1"),
-        (NobodyOfAll, "each shard one process that reports"),
-        (Disagreeing, "all need the same count"),
-        (OneWrong, "Topology.data.index: 3 is not allowed with 2 shards"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused_on_every_process(
-    workers2: WorkerGroup, kind: type, message: str
-) -> None:
-    assert all(message in found for found in workers2.run(refusal, kind))
+@pytest.mark.parametrize("which", WRONG)
+def test_what_does_not_fit_together_is_refused_on_every_process(workers2: WorkerGroup, which: str) -> None:
+    assert all(WRONG[which][1] in found for found in workers2.run(refusal, which))
 
 
 def test_alone_there_is_nothing_to_average() -> None:

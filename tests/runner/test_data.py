@@ -267,12 +267,6 @@ def test_evaluation_repeats_nothing(count: int) -> None:
     assert in_turn(parts) == NUMBERS
 
 
-def test_training_is_split_evenly() -> None:
-    parts = [list(chain(*loader(dict(batch_size=2), (i, 3)))) for i in range(3)]
-    assert {len(part) for part in parts} == {4}
-    assert set(chain(*parts)) == set(NUMBERS)
-
-
 def test_a_batch_sampler_gets_the_sampler_and_the_size() -> None:
     built = loader(dict(batch_size=4, drop_last=True, batch_sampler=dict(type=BatchSampler)), (1, 2))
     assert isinstance(built.batch_sampler, BatchSampler)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 from functools import partial
 from itertools import chain
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from flextrain import CheckpointError
 from flextrain.runner.hooks import Hook
@@ -27,7 +25,6 @@ from .training import (
     Samples,
     SaveEvery,
     Watch,
-    Weighted,
     change_values,
     differences,
     log_lines,
@@ -80,27 +77,6 @@ def test_every_update_has_both_halves(tmp_path: Path, workers2: WorkerGroup, len
         samples = list(chain(*both[epoch * len(both) // 2 : (epoch + 1) * len(both) // 2]))
         assert set(samples) == set(range(length))
         assert len(samples) == length + length % 2  # the first sample again, so that both make as many updates
-
-
-def with_loader(folder: str, kind: str) -> tuple[list[list[int]], list[str]]:
-    samples = Samples(24)
-    given = {
-        "plain": lambda: DataLoader(samples, batch_size=2, shuffle=True),
-        "in-order": lambda: DataLoader(samples, batch_size=2),
-    }[kind]()
-    with log_lines(logging.INFO) as found:
-        watch, _, _ = run(folder, train_dataloader=given, train_cfg=dict(max_epochs=1), log_level="INFO")
-    return watch.trained, [line for line in found if "train_dataloader" in line]
-
-
-@pytest.mark.parametrize("kind", ["plain", "in-order"])
-def test_a_plain_dataloader_is_split_and_the_log_says_so(tmp_path: Path, workers2: WorkerGroup, kind: str) -> None:
-    (first, said), (second, _) = workers2.run(with_loader, str(tmp_path), kind)
-    assert sorted(chain(*first, *second)) == list(range(24))
-    assert said == [
-        f"train_dataloader: the DataLoader got a DefaultSampler(shuffle={kind == 'plain'}) that splits it over "
-        "2 processes"
-    ]
 
 
 # Clocks
@@ -160,25 +136,6 @@ def test_an_overflow_on_one_process_skips_the_update_on_all(tmp_path: Path, work
     assert first == second
     assert [skipped for skipped, _ in first[0]] == [False, False, True, *[False] * 4]
     assert first[1] == 6
-
-
-# The loss of ragged batches
-
-
-def weighted(folder: str, batch_size: int, accumulate: int) -> tuple[Tensor, Tensor]:
-    data = loader(24, batch_size, sampler=dict(type="DefaultSampler", shuffle=False))
-    wrapper = dict(optimizer=SGD, accumulative_counts=accumulate, clip_grad=dict(max_norm=0.1))
-    watch, _, state = run(folder, model=Weighted, train_dataloader=data, optim_wrapper=wrapper)
-    return state["model.net.weight"], torch.stack(watch.losses)
-
-
-def test_loss_weight_makes_the_split_over_processes_irrelevant(tmp_path: Path, workers2: WorkerGroup) -> None:
-    weight, losses = weighted(str(tmp_path), 12, 1)
-    for batch_size, accumulate in ((6, 1), (2, 3)):
-        found = workers2.run(weighted, str(tmp_path), batch_size, accumulate)
-        for each, _ in found:
-            assert torch.allclose(each, weight, rtol=1e-6)
-        assert torch.allclose((found[0][1] + found[1][1]) / 2, losses, rtol=1e-6)
 
 
 # Several optimizers
@@ -254,29 +211,9 @@ def test_resume_is_exact_on_two_processes(tmp_path: Path, workers2: WorkerGroup,
     workers2.run(resumed, str(tmp_path), (2, 7, 11), **changes)
 
 
-def random_numbers(folder: str) -> list[float]:
-    """What each process would draw next after resuming."""
-    drawn: list[float] = []
-
-    class Draws(Hook):
-        def before_train(self, runner: Any) -> None:
-            drawn.append(float(torch.rand(())))
-
-    run(folder, Draws(), resume=f"{folder}/epoch_1", train_cfg=dict(max_epochs=1))
-    return drawn
-
-
 def save_epochs(folder: str, **changes: Any) -> tuple[list[list[int]], dict[str, Any]]:
     watch, _, state = run(folder, **{"default_hooks": dict(checkpoint=dict(interval=1)), **changes})
     return watch.trained, state
-
-
-def test_each_process_gets_its_own_random_state_back(tmp_path: Path, workers2: WorkerGroup) -> None:
-    """Pains 18: rank 0's state on all processes would make their dropout masks equal."""
-    different = dict(seed=1, diff_rank_seed=True)
-    workers2.run(save_epochs, str(tmp_path), randomness=different, train_cfg=dict(max_epochs=1))
-    first, second = workers2.run(random_numbers, str(tmp_path))
-    assert first != second
 
 
 def refused(folder: str, **changes: Any) -> str:

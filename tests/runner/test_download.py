@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import pickle
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -183,23 +182,6 @@ def test_what_another_program_put_into_the_cache_is_used(tmp_path: Path, server:
 
 
 # What is refused
-
-
-class Touch:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
-
-
-def test_a_pickle_is_not_executed(tmp_path: Path, server: Server) -> None:
-    file = io.BytesIO()
-    torch.save({"state_dict": Net().state_dict(), "more": Touch(tmp_path / "executed")}, file, pickle_module=pickle)
-    server.files["/net.pth"] = file.getvalue()
-    with pytest.raises(CheckpointError, match=r"net\.pth: cannot be read as weights, it holds .*execute code"):
-        loaded(str(tmp_path / "run"), f"{server.url}/net.pth")
-    assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize(

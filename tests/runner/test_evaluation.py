@@ -68,11 +68,6 @@ def test_a_shuffled_order(tmp_path: Path) -> None:
     assert sorted(metrics["indices"]) == list(range(10)) != metrics["indices"]
 
 
-def test_each_pass_starts_afresh(tmp_path: Path) -> None:
-    runner = make_runner(tmp_path, **validation(10))
-    assert runner.val()["count"] == runner.val()["count"] == 10
-
-
 class PerBatch(BaseMetric):
     """Two results for every batch and a third for the first: no sampler has to do with how many there are."""
 
@@ -235,12 +230,6 @@ def test_evaluation_before_and_after_training_leaves_it_as_it_is(tmp_path: Path)
     assert runner.iter == 21
 
 
-def test_test_after_training_uses_what_was_trained(tmp_path: Path) -> None:
-    runner = make_runner(tmp_path, train_cfg=dict(max_epochs=30), **parts_of_test(26))
-    runner.train()
-    assert runner.test()["accuracy"] > 90
-
-
 # Two processes
 
 
@@ -254,12 +243,6 @@ def test_uneven_parts_on_two_processes(tmp_path: Path, workers2: WorkerGroup, le
     """Thirteen samples in batches of four are two batches on each process, one of them smaller; of one, a process has none."""
     found = workers2.run(on_two, str(tmp_path), length)
     assert found == [dict(accuracy=pytest.approx(expected(length)), count=length, indices=list(range(length)))] * 2
-
-
-@pytest.mark.distributed
-def test_more_processes_than_samples(tmp_path: Path, workers3: WorkerGroup) -> None:
-    found = workers3.run(on_two, str(tmp_path), 1, "test")
-    assert found == [dict(accuracy=pytest.approx(expected(1)), count=1, indices=[0])] * 3
 
 
 @pytest.mark.distributed

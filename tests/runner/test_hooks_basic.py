@@ -146,10 +146,6 @@ def test_the_sampler_learns_the_epoch(runner: Any, place: str) -> None:
     assert epochs == [3]
 
 
-def test_a_sampler_without_epochs_is_left_alone(runner: Any) -> None:
-    DistSamplerSeedHook().before_train_epoch(runner)
-
-
 class Scheduler:
     """Counts its steps."""
 
@@ -330,10 +326,3 @@ def test_a_missing_metric_is_reported_or_raised(runner: Any) -> None:
 def test_wrong_options_of_early_stopping(options: dict[str, Any], message: str) -> None:
     with refuses(ConfigError, message):
         EarlyStoppingHook(**options)
-
-
-def test_a_real_run_stops_early(new_run: Callable[..., FlexibleRunner]) -> None:
-    stopping = {"type": "EarlyStoppingHook", "monitor": "accuracy", "patience": 1}
-    run = new_run(scores=[0.5, 0.5, 0.5], custom_hooks=[stopping])
-    run.train()
-    assert run.epoch == 2

@@ -139,22 +139,6 @@ def test_checkpoints_come_at_their_interval(runner: Any, options: dict[str, Any]
     assert len(names) == len(set(names)), "nothing is saved twice"
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"interval": 2}, ["epoch_2", "epoch_3"]),
-        ({"interval": 12, "by_epoch": False, "max_keep_ckpts": 2}, ["iter_24", "iter_30"]),
-    ],
-)
-def test_a_real_run_saves_at_its_interval(
-    new_run: Callable[..., FlexibleRunner], tmp_path: Path, options: dict[str, Any], expected: list[str]
-) -> None:
-    new_run(default_hooks=with_checkpoints(**options)).train()
-    assert saved(tmp_path / "work") == expected
-    loop = json.loads((tmp_path / "work" / expected[0] / "values.json").read_text())["loop"]
-    assert f"epoch_{loop['epoch']}" == expected[0] or f"iter_{loop['iter']}" == expected[0]
-
-
 def test_a_loop_without_epochs_saves_by_iteration(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
     run = new_run(
         scores=[0.1, 0.2, 0.15],

@@ -180,64 +180,16 @@ def test_default_hooks_run_in_mmengines_order(new_run: Callable[..., FlexibleRun
     ]  # fmt: skip
 
 
-def test_points_come_in_mmengines_order_with_mmengines_counters(new_run: Callable[..., FlexibleRunner]) -> None:
-    log: list[str] = []
-
-    def recorder(point: str) -> Callable[..., None]:
-        return lambda self, runner, **_: log.append(f"{point} {runner.epoch} {runner.iter}")
-
-    class Recorder(Hook):
-        def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-            log.append(f"before_iter {batch_idx}")
-
-        def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-            log.append(f"after_iter {runner.iter} {sorted(outputs)} {len(data_batch)}")
-
-    for point in POINTS:
-        if not point.endswith("_iter"):
-            setattr(Recorder, point, recorder(point))
-    run = new_run(custom_hooks=[Recorder()], train_cfg={"by_epoch": True, "max_epochs": 1})
-    run.train()
-    assert log[:4] == ["before_run 0 0", "before_train 0 0", "before_train_epoch 0 0", "before_iter 0"]
-    assert log[4:7] == ["after_iter 0 ['loss'] 2", "before_iter 1", "after_iter 1 ['loss'] 2"]
-    assert log[-7:] == [
-        "after_train_epoch 0 10",
-        "before_val 1 10",
-        "before_val_epoch 1 10",
-        "after_val_epoch 1 10",
-        "after_val 1 10",
-        "after_train 1 10",
-        "after_run 1 10",
-    ]
-
-
-def test_an_exception_is_told_to_hooks_and_goes_on(new_run: Callable[..., FlexibleRunner]) -> None:
-    class Failing(Hook):
-        seen: BaseException | None = None
-
-        def before_train_epoch(self, runner: Any) -> None:
-            raise KeyboardInterrupt
-
-        def on_exception(self, runner: Any, exception: BaseException) -> None:
-            self.seen = exception
-
-    hook = Failing()
-    with pytest.raises(KeyboardInterrupt):
-        new_run(custom_hooks=[hook]).train()
-    assert isinstance(hook.seen, KeyboardInterrupt)
-
-
 @pytest.mark.parametrize(
-    "name, nearest",
+    "name, nearest, how",
     [
-        ("after_train_itr", "after_train_iter"),
-        ("before_validation", "before_val_iter"),
-        ("after_work_is_finished_and_done", None),
-        ("_before_epcoh", "_before_epoch"),
-        ("on_exeption", "on_exception"),
+        ("after_train_itr", "after_train_iter", "class"),
+        ("before_validation", "before_val_iter", "instance"),
+        ("after_work_is_finished_and_done", None, "dict"),
+        ("_before_epcoh", "_before_epoch", "attribute"),
+        ("on_exeption", "on_exception", "later"),
     ],
 )
-@pytest.mark.parametrize("how", ["class", "instance", "dict", "attribute", "later"])
 def test_what_is_named_like_a_point_and_is_none(
     new_run: Callable[..., FlexibleRunner], name: str, nearest: str | None, how: str
 ) -> None:

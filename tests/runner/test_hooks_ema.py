@@ -88,11 +88,6 @@ def test_averages(runner: Any, options: dict[str, Any], weights: list[float | No
     assert list(Stage(runner, **options).updates(VALUES)) == pytest.approx(reference(weights), rel=1e-5)
 
 
-def test_stochastic_weight_average_is_the_mean(runner: Any) -> None:
-    *_, last = Stage(runner, ema_type="StochasticWeightAverage").updates(VALUES)
-    assert last == pytest.approx(sum(VALUES) / len(VALUES))
-
-
 def test_a_skipped_update_does_not_count(runner: Any) -> None:
     stage = Stage(runner, ema_type="StochasticWeightAverage")
     list(stage.updates([1.0, 3.0]))
@@ -162,14 +157,6 @@ def test_who_saves_while_validation_runs_saves_the_models_own_weights(runner: An
     assert stage.weight == 2.0
     stage.hook.before_save_checkpoint(runner, {})
     assert stage.weight == 3.0
-
-
-def test_a_resumed_average_goes_on(runner: Any) -> None:
-    before = Stage(runner, ema_type="StochasticWeightAverage")
-    list(before.updates([1.0, 3.0]))
-    after = Stage(runner, ema_type="StochasticWeightAverage")
-    after.hook.load_state_dict(before.hook.state_dict())
-    assert list(after.updates([8.0])) == [4.0]
 
 
 def test_averages_of_other_weights_are_filled_up_or_refused(runner: Any) -> None:

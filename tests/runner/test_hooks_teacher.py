@@ -100,8 +100,7 @@ class WithoutItems(Pair):
 
 def test_a_skipped_update_does_not_move_it(tmp_path: Path) -> None:
     follow = Follow([0.25])
-    loader = dict(batch_size=4, dataset=Samples(32), collate_fn="default_collate", sampler=dict(shuffle=False))
-    loader["sampler"] = dict(type="DefaultSampler", shuffle=False)
+    loader = dict(batch_size=4, dataset=Samples(32), collate_fn="default_collate", shuffle=False)
     changes = settings(model=WithoutItems, custom_hooks=[hook(momentum=0.25), follow], train_dataloader=loader)
     make_runner(tmp_path, **changes).train()
     assert follow.moved == 4
