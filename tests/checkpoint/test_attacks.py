@@ -404,6 +404,10 @@ def shape(*sizes: int) -> Callable[[Any], None]:
     return change
 
 
+def chunk(**values: Any) -> Callable[[Any], None]:
+    return lambda manifest: manifest["tensors"]["model.w"]["chunks"][0].update(values)
+
+
 def twice(manifest: Any) -> None:
     """The chunks have the right size together, and the second half of the tensor is in none of them."""
     entry = manifest["tensors"]["model.w"]
@@ -423,62 +427,16 @@ def twice(manifest: Any) -> None:
         (shape(0, -1), "it has a shape that no tensor has"),
         (shape(0, *[1] * 100), "it has a shape that no tensor has"),
         (shape(0, 10**30), "it has more elements than any memory"),
+        (shape(3, 2), "its chunks are not all there"),
+        (chunk(offsets=[1, 0]), "a chunk lies outside of it"),
+        (chunk(offsets=[-1, 0]), "a chunk lies outside of it"),
+        (chunk(offsets=[0]), "is damaged at tensors.model.w"),
+        (chunk(name="other"), "is damaged, it does not contain other"),
     ],
 )
 def test_a_manifest_of_format_1_that_lies(checkpoint: Path, change: Callable[[Any], None], says: str) -> None:
     edit(in_format_1(checkpoint), change)
     refused(checkpoint, says)
-
-
-def larger(size: int, **files: int) -> Callable[[Any], None]:
-    """The tensor is said to have this many bytes, and the file too, or others."""
-
-    def change(manifest: Any) -> None:
-        manifest["tensors"]["model.w"]["shape"] = [size // 4]
-        manifest["files"][SHARD]["size"] = files.get("file", manifest["files"][SHARD]["size"])
-
-    return change
-
-
-def cut_in(*ranks: int, cut: str = "S0") -> Callable[[Any], None]:
-    def change(manifest: Any) -> None:
-        manifest["layouts"] = [{"mesh": [len(ranks)], "ranks": ranks, "cuts": [cut]}]
-
-    return change
-
-
-@pytest.mark.parametrize(
-    "change, says",
-    [
-        (larger(TERABYTE), f"would hold tensors of {TERABYTE}"),
-        (larger(TERABYTE, file=TERABYTE + 1000), f"bytes instead of {TERABYTE + 1000}"),
-        (larger(2**63, file=2**80), f"bytes instead of {2**80}"),
-        (unlisted, f"model.w is in {SHARD}, which is not listed"),
-        (lambda manifest: manifest["tensors"]["model.w"].update(shape=[0, -1]), "it has a shape that no tensor has"),
-        (
-            lambda manifest: manifest["tensors"]["model.w"].update(shape=[0] + [1] * 100),
-            "it has a shape that no tensor has",
-        ),
-        (cut_in(0, 0), "its mesh has a rank twice"),
-        (cut_in(0, 1), "model.w is in rank-00001.safetensors, which is not listed"),
-        (cut_in(0, 10**9), "its mesh has a rank that cannot be"),
-        (cut_in(0, -1), "model.w is on processes that cannot be"),
-        (cut_in(*range(50_000), cut="S0/50000"), "it cuts into more pieces than any tensor"),
-    ],
-)
-def test_a_manifest_that_lies(checkpoint: Path, change: Callable[[Any], None], says: str) -> None:
-    edit(checkpoint, change)
-    refused(checkpoint, says)
-
-
-def test_a_file_that_has_less_than_the_manifest_says(checkpoint: Path) -> None:
-    """Both agree on the bytes, not on the shape."""
-
-    def change(manifest: Any) -> None:
-        manifest["tensors"]["model.w"]["shape"] = [2, 3]
-
-    edit(checkpoint, change)
-    refused(checkpoint, f"{SHARD}: is damaged, it has another shape of model.w", f"{SHARD} has another shape or dtype")
 
 
 def safetensors(header: Any, data: bytes = b"") -> bytes:
@@ -501,6 +459,7 @@ def entry(*sizes: int, begin: int = 0, end: int = 0) -> Any:
         safetensors(entry(0, *[1] * 100)),
         safetensors(entry(-1, end=4), b"1234"),
         safetensors(entry(1, begin=4, end=8), b"12345678"),
+        safetensors({"w": {"dtype": "F8_E4M3FNUZ", "shape": [1], "data_offsets": [0, 1]}}, b"1"),
         struct.pack("<Q", TERABYTE) + b"{}",
         struct.pack("<Q", 2**64 - 1) + b"{}",
         safetensors(b"[" * 100_000),

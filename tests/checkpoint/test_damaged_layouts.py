@@ -186,6 +186,17 @@ def tensor(key: str, **fields: Any) -> Callable[[Any], None]:
     return lambda index: index["tensors"][key].update(fields)
 
 
+def larger(size: int, file: int) -> Callable[[Any], None]:
+    """The whole tensor is said to have this many bytes, and its file enough."""
+
+    def change(index: Any) -> None:
+        found = index["tensors"]["whole"]
+        found["shape"] = [size // 4]
+        index["files"][file_of(found["rank"])]["size"] = file
+
+    return change
+
+
 DAMAGES: list[tuple[Callable[[Any], None], str]] = [
     (tensor("rows", layout=99), "rows has layout 99, which is not listed"),
     (tensor("rows", layout=-1), "rows has layout -1, which is not listed"),
@@ -200,6 +211,9 @@ DAMAGES: list[tuple[Callable[[Any], None], str]] = [
     (tensor("rows", shape=[10**30, 3]), "it has more elements than any memory"),
     (tensor("rows", shape=[-9, 3]), "it has a shape that no tensor has"),
     (tensor("rows", shape=[2**40, 3]), "would hold tensors of"),
+    (larger(2**40, 2**40 + 1000), f"bytes instead of {2**40 + 1000}"),
+    (larger(2**63, 2**80), f"bytes instead of {2**80}"),
+    (tensor("rows", shape=[0] + [1] * 100), "it has a shape that no tensor has"),
     (tensor("rows", shape="9, 3"), "is damaged at tensors.rows.shape"),
     (tensor("rows", dtype="BF16"), "it has another dtype of rows@0,0"),
     (tensor("rows", dtype="I32"), "it has another dtype of rows@0,0"),

@@ -19,7 +19,6 @@ from flextrain.core.checkpoint import Checkpoint, find_latest
 from flextrain.runner.hooks import Hook
 
 from ..runner.training import SaveEvery, differences, make_runner
-from .kill import kill_again_and_again
 
 FORK = multiprocessing.get_context("fork")
 EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
@@ -57,8 +56,8 @@ class DieWhileSaving(Hook):
 
     priority = "LOWEST"
 
-    def __init__(self, name: str, step: int) -> None:
-        self.name, self.step = name, step
+    def __init__(self, name: str, step: int, background: bool) -> None:
+        self.name, self.step, self.background = name, step, background
 
     def after_train_iter(
         self, runner: FlexibleRunner, batch_idx: int, data_batch: Any = None, outputs: Any = None
@@ -75,13 +74,14 @@ class DieWhileSaving(Hook):
                     os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(watch)
-        runner.save_checkpoint(folder, self.name)
+        runner.save_checkpoint(folder, self.name, async_save=self.background)
+        runner.finish_saving()
         os._exit(0)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["iter_3", "iter_2"], ids=["new", "replaced"])
-def test_killed_at_every_step_of_a_save(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name, background", [("iter_3", True), ("iter_2", False)], ids=["new", "replaced"])
+def test_killed_at_every_step_of_a_save(tmp_path: Path, name: str, background: bool) -> None:
     """Killed before the first, the second, ... step on disk: the checkpoint before is there, or the new one is."""
     base = tmp_path / "base"
     make_runner(base, custom_hooks=[SaveEvery({2, 3})]).train()
@@ -92,7 +92,7 @@ def test_killed_at_every_step_of_a_save(tmp_path: Path, name: str) -> None:
     while True:
         folder = tmp_path / f"killed_{len(found) + 1}"
         shutil.copytree(base, folder)
-        process = in_a_process(folder, DieWhileSaving(name, len(found) + 1))
+        process = in_a_process(folder, DieWhileSaving(name, len(found) + 1, background))
         process.join()
         if process.exitcode == 0:
             break
@@ -105,12 +105,3 @@ def test_killed_at_every_step_of_a_save(tmp_path: Path, name: str) -> None:
     assert len(found) > 10
     assert found == sorted(found), "once the new one is there it stays"
     assert set(found) == {2, 3}
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("background", [False, True], ids=["synchronous", "asynchronous"])
-def test_killed_at_random_moments(tmp_path: Path, background: bool) -> None:
-    """Several times in one training, which goes on from a complete checkpoint each time, and loses no other save."""
-    figures = kill_again_and_again(tmp_path, runs=4, seed=1, background=background)
-    assert figures.kills == 4
-    assert figures.in_a_save > 0, "the kills come too late to try anything"

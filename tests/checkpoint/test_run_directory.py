@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ from torch import Tensor, nn
 from flextrain import CheckpointError, FlexibleRunner
 from flextrain.core.base.errors import ConfigError
 from flextrain.core.checkpoint import Checkpoint, directory, find_latest, is_checkpoint
-from flextrain.core.checkpoint import save as saving
 from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
 
-from ..runner.training import SGD, Net, Samples, SaveEvery, Stop, StopAt, Watch, make_runner, validation
+from ..runner.training import SGD, Net, Samples, Stop, make_runner, validation
 
 ADAMW = dict(type="AdamW", lr=0.01)
 EPOCHS = dict(checkpoint=dict(interval=1))
@@ -177,26 +175,6 @@ def test_save_optimizer_and_save_param_scheduler(tmp_path: Path) -> None:
 # Which one is resumed
 
 
-class Latest(Hook):
-    """What ``latest`` names at the end of every epoch, and whether that is complete."""
-
-    priority = "LOWEST"
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, bool]] = []
-
-    def after_train_epoch(self, runner: FlexibleRunner) -> None:
-        latest = find_latest(runner.work_dir)
-        assert latest is not None
-        self.seen.append((latest.name, is_checkpoint(latest)))
-
-
-def test_latest_follows(tmp_path: Path) -> None:
-    latest = Latest()
-    train(tmp_path, latest)
-    assert latest.seen == [("epoch_1", True), ("epoch_2", True), ("epoch_3", True)]
-
-
 def test_latest_moves_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever happens before it moves, the one before is what it names, and that is complete."""
     mark = directory.mark_latest
@@ -216,30 +194,6 @@ def test_latest_moves_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert latest.name == "epoch_1"
 
 
-@pytest.mark.parametrize("where", ["write_shard", "directory.commit"])
-def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    runner = make_runner(tmp_path, custom_hooks=[SaveEvery({2, 4})])
-    calls = []
-    holder = directory if where.startswith("directory") else saving
-    name = where.rpartition(".")[2]
-    real = getattr(holder, name)
-
-    def full(*args: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            raise OSError(28, "No space left on device")
-        return real(*args)
-
-    monkeypatch.setattr(holder, name, full)
-    with pytest.raises(CheckpointError, match=r"iter_4: could not be saved on rank 0: .*No space left on device"):
-        runner.train()
-    assert find_latest(tmp_path) == tmp_path / "iter_2"
-    assert not is_checkpoint(tmp_path / "iter_4")
-    resumed = make_runner(tmp_path, resume=True)
-    resumed.train()
-    assert resumed.iter == 21
-
-
 def test_the_best_is_not_the_latest(tmp_path: Path) -> None:
     hooks = dict(checkpoint=dict(interval=1, save_best="accuracy", rule="greater"))
     train(tmp_path, default_hooks=hooks, **validation())
@@ -250,49 +204,6 @@ def test_the_best_is_not_the_latest(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be resumed, it has no optim.wrapper; resume=dict"):
         train(tmp_path / "resumed", resume=str(best))
     train(tmp_path / "loaded", load_from=str(best))
-
-
-def test_a_leftover_of_a_killed_save_is_not_in_the_way(tmp_path: Path) -> None:
-    with pytest.raises(Stop):
-        train(tmp_path, StopAt(10))
-    for name in (".epoch_2.tmp", ".epoch_1.old"):
-        shutil.copytree(tmp_path / "epoch_1", tmp_path / name)
-    (tmp_path / ".epoch_2.tmp" / "manifest.json").unlink()
-    shutil.copytree(tmp_path / ".epoch_2.tmp", tmp_path / "epoch_3")  # as if it had been copied by hand
-    watch = Watch()
-    train(tmp_path, watch, resume=True)
-    assert len(watch.trained) == 14
-    assert sorted(path.name for path in tmp_path.glob("*epoch*")) == [".epoch_1.old", "epoch_1", "epoch_2", "epoch_3"]
-    check_contents(tmp_path / "epoch_2", 1)
-
-
-def test_a_directory_without_its_manifest_is_no_checkpoint(tmp_path: Path) -> None:
-    train(tmp_path, train_cfg=dict(max_epochs=1))
-    (tmp_path / "epoch_1" / "manifest.json").unlink()
-    for options in (dict(resume=str(tmp_path / "epoch_1")), dict(load_from=str(tmp_path / "epoch_1"))):
-        with pytest.raises(CheckpointError, match=r"epoch_1: is not a complete checkpoint, it has no manifest.json"):
-            train(tmp_path / "other", **options)
-    with pytest.raises(CheckpointError, match=r'latest: names "epoch_1", which is not a complete checkpoint'):
-        train(tmp_path, resume=True)
-
-
-@pytest.mark.parametrize("name", ["values.json", "rank-00000.safetensors"])
-def test_a_file_that_is_cut_short(tmp_path: Path, name: str) -> None:
-    train(tmp_path, train_cfg=dict(max_epochs=1))
-    file = tmp_path / "epoch_1" / name
-    file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(CheckpointError, match=rf"epoch_1/{name}: has \d+ bytes instead of \d+$"):
-        train(tmp_path, resume=True)
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_a_replacement_that_was_killed_between_its_renames(tmp_path: Path, named: bool) -> None:
-    with pytest.raises(Stop):
-        train(tmp_path, StopAt(10))
-    (tmp_path / "epoch_1").rename(tmp_path / ".epoch_1.old")
-    watch = Watch()
-    train(tmp_path, watch, resume=str(tmp_path / "epoch_1") if named else True)
-    assert len(watch.trained) == 14
 
 
 def test_a_path_that_does_not_exist(tmp_path: Path) -> None:

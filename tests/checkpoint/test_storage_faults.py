@@ -143,23 +143,6 @@ def test_two_processes_go_on_alike(disk: Path, workers2: WorkerGroup, tmp_path: 
 
 
 @BACKGROUND
-def test_a_folder_that_turns_read_only(disk: Path, tmp_path: Path, background: bool) -> None:
-    folder = disk / "run"
-
-    def look(runner: FlexibleRunner) -> None:
-        assert complete(folder) == ["epoch_1"]
-        turn_writable(disk)
-
-    actions = dict(epoch_2=lambda runner: turn_read_only(disk), epoch_4=look)
-    options: dict[str, Any] = dict(out_dir=disk, max_keep_ckpts=1, background=background)
-    runner = train(tmp_path / "run", actions, on_error="continue", **options)
-    assert complete(folder) == ["epoch_4"]
-    assert failures(tmp_path / "run") == [(14, "epoch_2"), (21, "epoch_3")]
-    warned = [line for line in log_of(runner) if "WARNING" in line and "Read-only file system" in line]
-    assert len(warned) == 2
-
-
-@BACKGROUND
 def test_it_ends_with_one_line_if_it_has_to(
     disk: Path, tmp_path: Path, background: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,8 +189,7 @@ def test_the_last_save_fails(disk: Path, tmp_path: Path, background: bool) -> No
     assert resumed.epoch == 3
 
 
-@BACKGROUND
-def test_the_best_that_could_not_be_saved_is_not_the_best(disk: Path, tmp_path: Path, background: bool) -> None:
+def test_the_best_that_could_not_be_saved_is_not_the_best(disk: Path, tmp_path: Path) -> None:
     """The next one has to be better than what is kept, or nothing would be kept at the end."""
     scores = iter([0.1, 0.9, 0.5, 0.2])
 
@@ -216,7 +198,7 @@ def test_the_best_that_could_not_be_saved_is_not_the_best(disk: Path, tmp_path: 
             super().after_val_epoch(runner, {"accuracy": next(scores)})
 
     actions = dict(epoch_2=lambda runner: turn_read_only(disk), epoch_3=lambda runner: turn_writable(disk))
-    hook = Scored(interval=1, async_save=background, out_dir=disk, on_error="continue", save_best="accuracy")
+    hook = Scored(interval=1, async_save=True, out_dir=disk, on_error="continue", save_best="accuracy")
     runner = make_runner(
         tmp_path / "run",
         train_cfg=dict(max_epochs=4),
@@ -234,10 +216,7 @@ def test_the_best_that_could_not_be_saved_is_not_the_best(disk: Path, tmp_path: 
 # A folder that is deleted under a save
 
 
-@BACKGROUND
-def test_a_folder_that_is_deleted_under_a_save(
-    tmp_path: Path, background: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_deleted_under_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it, while the second checkpoint is written; the third one is complete again."""
     from flextrain.core.checkpoint import save as module
 
@@ -249,7 +228,7 @@ def test_a_folder_that_is_deleted_under_a_save(
         return write(path, *args)
 
     monkeypatch.setattr(module, "write_shard", deleted)
-    runner = train(tmp_path / "run", {}, epochs=3, out_dir=out_dir, on_error="continue", background=background)
+    runner = train(tmp_path / "run", {}, epochs=3, out_dir=out_dir, on_error="continue", background=True)
     assert complete(out_dir / "run") == ["epoch_3"]
     assert [name for _, name in failures(tmp_path / "run")] == ["epoch_2"]
     assert runner.has_saved(out_dir / "run" / "epoch_3")

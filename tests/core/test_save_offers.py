@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,13 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from flextrain.core.checkpoint.chunks import Cut, FlatShard, chunks_of_range, own_spans, share
-from flextrain.core.checkpoint.folders import file_of
-from flextrain.core.checkpoint.manifest import VALUES, FileEntry, manifest_of
-from flextrain.core.checkpoint.plain_values import RowFacts, plan_rows
 from flextrain.core.checkpoint.save import _kinds
 from flextrain.core.checkpoint.save_plan import Kind, Offer, SharedPlan, offer_of, plan_save, unpacked
-
-from .test_save_planning import llama_70b
 
 
 @contextmanager
@@ -120,30 +114,3 @@ def test_parts_of_real_tensors_are_those_of_torchs_planner(world_size: int) -> N
     replicated = {"copies", "inner", "scalar", "whole"}
     for own, other in zip(ours, theirs, strict=True):  # who writes what several have is ours to choose
         assert {p for p in own if p[0] not in replicated} == {p for p in other if p[0] not in replicated}
-
-
-@pytest.mark.full
-def test_one_of_4096_processes(capsys: pytest.CaptureFixture[str]) -> None:
-    """AdamW's state of 70B parameters: CPU seconds from the tensors to the index, and its size."""
-    rank, world_size = 1234, 4096
-    with being(rank, world_size):
-        mesh, tensors = init_device_mesh("cpu", (world_size,)), dict[str, Tensor]()
-        for name, shape in llama_70b().items():
-            for key in ("model", "exp_avg", "exp_avg_sq"):
-                tensors[f"{key}.{name}"] = dtensor(shape, mesh, Shard(0))
-            tensors[f"step.{name}"] = torch.zeros(())
-        begin = time.process_time()
-        offer = offer_of(tensors, rank, world_size)
-    kinds = _kinds([(offer.digest, offer.firsts)] * world_size)
-    plan = plan_save([Kind(k.ranks, offer, k.firsts) for k in kinds], world_size)
-    rows, _ = plan_rows([RowFacts(number, 22_000, ("rng",)) for number in range(world_size)])
-    assert rows is not None
-    parts = (*plan.parts_of(rank), *rows.part_of(rank))
-    names = [VALUES, *map(file_of, range(world_size))]
-    files = dict.fromkeys(names, FileEntry(size=10**13, xxh3="0" * 16))
-    text = manifest_of({**plan.tensors, "rows": rows.tensor()}, files, {})
-    seconds = time.process_time() - begin
-    with capsys.disabled():
-        print(f"{len(tensors)} tensors: {seconds:.2f} s, {len(text) / 2**20:.2f} MiB, {len(parts)} parts")
-    assert len(text) < 2**20
-    assert len(kinds) == 1

@@ -32,13 +32,7 @@ def label(index: int) -> str:
 
 
 def whole(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
-    """The entry of a tensor that is one chunk in the first file.
-
-    Raises:
-        CheckpointError: checkpoints do not support the dtype.
-    """
-    if dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {name} is of {dtype}, and tensors of that kind cannot be read")
+    """The entry of a tensor that is one chunk in the first file; raises as ``entry``."""
     chunk = StoredChunk(offsets=(0,) * len(shape), shape=shape, file=label(0), name=name)
     return entry(path, name, dtype, shape, [chunk])
 
@@ -47,7 +41,7 @@ def entry(path: Path, name: str, dtype: str, shape: tuple[int, ...], chunks: Seq
     """The entry of a tensor of chunks.
 
     Raises:
-        CheckpointError: the shape is impossible, or the chunks do not make up the tensor.
+        CheckpointError: the dtype or the shape is impossible, or the chunks do not make up the tensor.
     """
     try:
         return TensorEntry(dtype=dtype, shape=shape, chunks=tuple(chunks))
