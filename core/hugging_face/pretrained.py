@@ -410,10 +410,7 @@ class Description:
 
 def describe(model: nn.Module) -> Description | None:
     """Return the description of the only model of transformers in a module; None if there is none, or several."""
-    found: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        if private.is_model_class(type(module)) and not any(not one or name.startswith(f"{one}.") for one in found):
-            found[name] = module
+    found = private.pretrained_models(model)
     if len(found) != 1:
         return None
     ((name, inner),) = found.items()

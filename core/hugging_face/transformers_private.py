@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,6 @@ from ..base.errors import ConfigError, one_line
 from ..base.initializers import ALL
 
 OLDEST = "5.0.0"
-_LEGACY = ((r"(^|\.)gamma$", r"\1weight"), (r"(^|\.)beta$", r"\1bias"))
 
 
 def is_model_class(kind: Any) -> bool:
@@ -136,12 +136,9 @@ def names_in_model(model: Any, keys: Iterable[str]) -> tuple[dict[str, str], lis
     """
     own = model.state_dict(keep_vars=True)
     prefix = getattr(model, "base_model_prefix", "")
-    try:
-        loading: Any = importlib.import_module("transformers.core_model_loading")
-        mapping: Any = importlib.import_module("transformers.conversion_mapping")
-        transforms = mapping.get_model_conversion_mapping(model)
-    except (ImportError, AttributeError):  # transformers 4 has none of it
-        return {key: _with_prefix(_renamed(key), prefix, own) for key in keys}, []
+    loading: Any = importlib.import_module("transformers.core_model_loading")
+    mapping: Any = importlib.import_module("transformers.conversion_mapping")
+    transforms = mapping.get_model_conversion_mapping(model)
     renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
     found, converted = {}, []
@@ -153,24 +150,8 @@ def names_in_model(model: Any, keys: Iterable[str]) -> tuple[dict[str, str], lis
     return found, converted
 
 
-def _renamed(key: str) -> str:
-    import re
-
-    for pattern, replacement in _LEGACY:
-        key = re.sub(pattern, replacement, key)
-    return key
-
-
-def _with_prefix(key: str, prefix: str, own: dict[str, Any]) -> str:
-    if prefix and key.startswith(f"{prefix}.") and key.removeprefix(f"{prefix}.") in own:
-        return key.removeprefix(f"{prefix}.")
-    return f"{prefix}.{key}" if prefix and key not in own and f"{prefix}.{key}" in own else key
-
-
 def ignored(model: Any, names: Sequence[str], *, missing: bool) -> set[str]:
     """Those of the names that transformers does not speak of when they are missing in a file, or unexpected there."""
-    import re
-
     kind = "missing" if missing else "unexpected"
     patterns = list(getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ())
     patterns += [] if missing else [r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]

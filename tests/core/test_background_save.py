@@ -231,47 +231,6 @@ def test_overwriting_in_place_changes_nothing_on_disk(workers2: WorkerGroup, tmp
     assert all(torch.equal(found, expected) for found in load_all(tmp_path / "a").values())
 
 
-def one_fails(path: Path) -> str:
-    with group() as rank, pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(saving, "write_shard", lambda *args: 1 / 0)
-        pending = save_in_background(path, in_all_layouts(0.0))
-        with pytest.raises(CheckpointError) as caught:
-            pending.wait()
-        return str(caught.value)
-
-
-@pytest.mark.distributed
-def test_all_raise_what_one_could_not_write(workers2: WorkerGroup, tmp_path: Path) -> None:
-    expected = f"{tmp_path / 'a'}: could not be saved on rank 1: division by zero"
-    assert workers2.run(one_fails, tmp_path / "a") == [expected, expected]
-    assert not is_checkpoint(tmp_path / "a")
-
-
-def only_some(path: Path, savers: tuple[int, ...]) -> str:
-    with group() as rank:
-        collectives.side_group()  # a strategy makes it when it begins
-        heard = path.with_suffix(".heard")
-        if rank not in savers:
-            wait_until(heard.exists)
-            return ""
-        with pytest.raises(CheckpointError) as caught:
-            save_checkpoint(path, {"model.w": torch.ones(3)}, timeout_s=0.5)
-        heard.touch()
-        return str(caught.value)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("savers, missing", [((0,), 1), ((1,), 0)])
-def test_who_does_not_come_is_named(
-    workers2: WorkerGroup, tmp_path: Path, savers: tuple[int, ...], missing: int
-) -> None:
-    (found,) = filter(None, workers2.run(only_some, tmp_path / "a", savers))
-    assert found == (
-        f"{tmp_path / 'a'}: could not be saved: rank {missing} did not come within 0.5 s; every process has to save"
-    )
-
-
 def one_hangs(path: Path) -> None:
     """Rank 1 writes until rank 0 knows that something is wrong, which it does when the group's limit is over."""
     heard = path.with_suffix(".heard")
