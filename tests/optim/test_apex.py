@@ -82,7 +82,8 @@ def test_an_overflow_skips_the_update() -> None:
 @pytest.mark.parametrize("level, computed", [("O0", FULL), ("O1", HALF)])
 def test_a_loop_of_ones_own(level: Any, computed: torch.dtype) -> None:
     model = Net()
-    wrapper = ApexOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level)
+    scale = None if level == "O0" else 8.0
+    wrapper = ApexOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, loss_scale=scale)
     before = model.first.weight.clone()
     update(model, wrapper, batches()[0])
     assert model.computed is computed
