@@ -97,22 +97,19 @@ class Samples:
         shapes = [[_enlarged(*shape) for shape in group if len(shape) > 1] for group in self.shapes]
         return Samples(self.settings, shapes, self.device) if any(shapes) else None
 
-    @property
-    def flat_shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of all parameters."""
-        return [shape for group in self.shapes for shape in group]
-
     def drawn(self) -> list[tuple[Tensor, list[Tensor]]]:
         """Return each parameter's values and the gradients of its updates; the second half has another scale."""
         if not self._drawn:
             generator = torch.Generator().manual_seed(0)
-            for shape in self.flat_shapes:
+            for shape in (shape for group in self.shapes for shape in group):
                 scale = torch.ones(shape).flatten()
                 scale[scale.numel() // 2 :] = 8.0
                 scale = scale.view(shape)
                 draws = [torch.randn(shape, generator=generator) for _ in range(_UPDATES + 1)]
-                value, *gradients = ((draw * by).to(self.device) for draw, by in _with_scales(draws, scale))
-                self._drawn.append((value, gradients))
+                value, *gradients = draws
+                # Gradients have the inverse scale: norms of parts then differ much from the whole's.
+                given = [(gradient / scale).to(self.device) for gradient in gradients]
+                self._drawn.append(((value * scale).to(self.device), given))
         return self._drawn
 
     def run(
@@ -180,11 +177,6 @@ def _shape(ndim: int, rows: int) -> tuple[int, ...]:
 
 def _enlarged(rows: int, _: int, *tail: int) -> tuple[int, ...]:
     return (rows * -(-_LARGE_ROWS // rows), _LARGE_COLUMNS, *tail)
-
-
-def _with_scales(draws: list[Tensor], scale: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Pair the value with the scale, gradients with its inverse: norms of parts then differ much from the whole's."""
-    return [(draw, scale if i == 0 else 1 / scale) for i, draw in enumerate(draws)]
 
 
 def why_not_usable(make: Make, samples: Samples) -> str | None:

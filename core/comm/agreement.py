@@ -265,8 +265,12 @@ def raising_together() -> Iterator[None]:
         raise failure
 
 
-def told_by_rank_0(read: Callable[[], T]) -> T:
+def told_by_rank_0(read: Callable[[], T], *, at: str = "rank 0", waits_long: bool = False) -> T:
     """The result of ``read``, which only rank 0 calls, on every process; it must be picklable. A collective.
+
+    Args:
+        at: who failed, for messages on the other processes.
+        waits_long: it may take as long as the strategy's ``timeout_s``.
 
     Raises:
         FlexTrainError: on every process, if rank 0 raised one; another error of rank 0 becomes one on the others.
@@ -279,8 +283,8 @@ def told_by_rank_0(read: Callable[[], T]) -> T:
             result = read()
         except Exception as error:  # raised below, when the others know of it
             failure = error
-            report = _report(error if isinstance(error, FlexTrainError) else FlexTrainError(f"rank 0: {error!r}"))
-    answer, report = broadcast_object((result, report), group=side_group())
+            report = _report(error if isinstance(error, FlexTrainError) else FlexTrainError(f"{at}: {error!r}"))
+    answer, report = broadcast_object((result, report), group=None if waits_long else side_group())
     if failure is not None:
         raise failure
     _raise(report, None)

@@ -16,8 +16,9 @@ from mmengine.registry import EVALUATOR, METRICS, DefaultScope
 from ..core.base.config import check_call
 from ..core.base.errors import ConfigError
 from ..core.base.registry import METRICS as OUR_METRICS
+from ..core.comm.agreement import told_by_rank_0
 from ..core.comm.topology import Topology
-from ..runner.metrics.base import from_rank_0, gather_results
+from ..runner.metrics.base import gather_results
 from ..runner.metrics.evaluator import Evaluator, build_evaluator
 from .registries import factory, found_in_scope, refuse_unknown, without
 
@@ -144,8 +145,8 @@ class AdaptedEvaluator(Evaluator):
         """See Evaluator."""
         found = super().evaluate(size)
         gathered = gather_results([metric.results for metric in self.theirs.metrics], self.topology or Topology())
-        compute = None if gathered is None else partial(self._evaluate_all, gathered)
-        values = from_rank_0(compute, f"{type(self.theirs).__name__}.evaluate")
+        compute = partial(self._evaluate_all, gathered or [])
+        values = told_by_rank_0(compute, at=f"{type(self.theirs).__name__}.evaluate on rank 0", waits_long=True)
         self.reset()
         if twice := sorted(found.keys() & values.keys()):
             raise ConfigError(f'evaluator: two metrics are called "{twice[0]}", give one a prefix')

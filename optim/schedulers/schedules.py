@@ -14,7 +14,6 @@ from .base import LRScheduler, MomentumScheduler, ParamScheduler, SchedulerT
 # No `from __future__ import annotations` here; base.py gives the reason.
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class ConstantParamScheduler(ParamScheduler):
     """Multiplies the value by ``factor`` inside the window; the last step of the window removes the factor.
@@ -40,7 +39,6 @@ class ConstantParamScheduler(ParamScheduler):
         return value
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class LinearParamScheduler(ParamScheduler):
     """Multiplies the value by a factor that changes linearly from ``start_factor`` to ``end_factor``.
@@ -71,7 +69,6 @@ class LinearParamScheduler(ParamScheduler):
         return value * (1 + rise / before)
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class StepParamScheduler(ParamScheduler):
     """Multiplies the value by ``gamma`` every ``step_size`` steps.
@@ -95,7 +92,6 @@ class StepParamScheduler(ParamScheduler):
         return value * self.gamma if self.last_step and self.last_step % self.step_size == 0 else value
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class MultiStepParamScheduler(ParamScheduler):
     """Multiplies the value by ``gamma`` at each of ``milestones``, in steps since ``begin``; duplicates count twice.
@@ -119,7 +115,6 @@ class MultiStepParamScheduler(ParamScheduler):
         return value * self.gamma ** self.milestones.count(self.last_step)
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class ExponentialParamScheduler(ParamScheduler):
     """Multiplies the value by ``gamma`` at every step.
@@ -138,7 +133,6 @@ class ExponentialParamScheduler(ParamScheduler):
         return value * self.gamma if self.last_step else value
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class PolyParamScheduler(ParamScheduler):
     """Lowers the value to ``eta_min`` at the window's last step, by (remaining share of the window) ** ``power``.
@@ -164,7 +158,6 @@ class PolyParamScheduler(ParamScheduler):
         return (value - self.eta_min) * math.pow(1 - 1 / left, self.power) + self.eta_min
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class CosineAnnealingParamScheduler(ParamScheduler):
     """Moves the value between its initial value and the minimum, half a cosine in ``T_max`` steps (default: window).
@@ -200,7 +193,6 @@ class CosineAnnealingParamScheduler(ParamScheduler):
         return _cosine(value, minimum, step, self.T_max)
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class CosineRestartParamScheduler(ParamScheduler):
     """Follows a half cosine per entry of ``periods``, each from the initial value times its weight down to the minimum.
@@ -240,7 +232,6 @@ class CosineRestartParamScheduler(ParamScheduler):
         return value
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class OneCycleParamScheduler(ParamScheduler):
     """Raises the learning rate from ``eta_max / div_factor`` to ``eta_max``, then lowers it to ``eta_max / div_factor /
@@ -322,7 +313,6 @@ def _cosine(value: float, minimum: float, step: int, period: int) -> float:
 # No `from __future__ import annotations` here; base.py gives the reason.
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class ReduceOnPlateauParamScheduler(ParamScheduler):
     """Multiplies the value by ``factor`` when ``monitor`` has not improved for more than ``patience`` validations.
@@ -437,52 +427,42 @@ class ReduceOnPlateauParamScheduler(ParamScheduler):
 # Behaviour and arguments are documented at the ``...ParamScheduler`` of the same name.
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class ConstantLR(LRScheduler, ConstantParamScheduler): ...
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class LinearLR(LRScheduler, LinearParamScheduler): ...
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class StepLR(LRScheduler, StepParamScheduler): ...
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class MultiStepLR(LRScheduler, MultiStepParamScheduler): ...
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class ExponentialLR(LRScheduler, ExponentialParamScheduler): ...
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class PolyLR(LRScheduler, PolyParamScheduler): ...
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class CosineAnnealingLR(LRScheduler, CosineAnnealingParamScheduler): ...
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class CosineRestartLR(LRScheduler, CosineRestartParamScheduler): ...
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class OneCycleLR(LRScheduler, OneCycleParamScheduler): ...
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class ReduceOnPlateauLR(LRScheduler, ReduceOnPlateauParamScheduler): ...
 
@@ -492,46 +472,41 @@ class ReduceOnPlateauLR(LRScheduler, ReduceOnPlateauParamScheduler): ...
 # Behaviour and arguments are documented at the ``...ParamScheduler`` of the same name.
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class ConstantMomentum(MomentumScheduler, ConstantParamScheduler): ...
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class LinearMomentum(MomentumScheduler, LinearParamScheduler): ...
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class StepMomentum(MomentumScheduler, StepParamScheduler): ...
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class MultiStepMomentum(MomentumScheduler, MultiStepParamScheduler): ...
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class ExponentialMomentum(MomentumScheduler, ExponentialParamScheduler): ...
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class PolyMomentum(MomentumScheduler, PolyParamScheduler): ...
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class CosineAnnealingMomentum(MomentumScheduler, CosineAnnealingParamScheduler): ...
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class CosineRestartMomentum(MomentumScheduler, CosineRestartParamScheduler): ...
 
 
-@PARAM_SCHEDULERS.register_module()
 @dataclass(eq=False)
 class ReduceOnPlateauMomentum(MomentumScheduler, ReduceOnPlateauParamScheduler): ...
+
+
+for _kind in [each for each in globals().values() if isinstance(each, type) and each.__module__ == __name__]:
+    PARAM_SCHEDULERS.register_module(module=_kind)

@@ -98,7 +98,8 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
         _check_elsewhere(cfg, where, training)
         return
     check_limit(cfg, where)
-    cfg = _with_any_size(cfg, where)
+    if cfg.get("batch_size") == AUTO and where == "train_dataloader":  # only the runner's training data may have it
+        cfg = {**cfg, "batch_size": 1}
     known = {key: None if key in _BUILT else value for key, value in cfg.items() if key != KEY}
     check_call(DataLoader, {**known, "dataset": []}, where, ("generator",))
     if "dataset" not in cfg:
@@ -146,13 +147,6 @@ def check_same_begin(begins: Sequence[Any], where: str) -> None:
                 f"{where}.sampler: gives other samples on process {rank} than on process 0, so that each cannot keep its part of one "
                 f"order; seed it alike on all of them, or give {SHARD}=False if it divides the data itself"
             )
-
-
-def _with_any_size(cfg: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return a configuration with a number in place of "auto", which only the runner's training data may have."""
-    if cfg.get("batch_size") != AUTO or where != "train_dataloader":
-        return cfg
-    return {**cfg, "batch_size": 1}
 
 
 def _check_elsewhere(source: Any, where: str, training: bool) -> None:

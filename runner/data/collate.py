@@ -71,18 +71,12 @@ def check_collate(collate: Any, where: str) -> None:
             check_call(function, arguments, where)
             for name, value in arguments.items():
                 if _is_described(value):
-                    check_collate_argument(value, f"{where}.{name}")
+                    check_call(*named_function(value, f"{where}.{name}"), f"{where}.{name}")
             return
         batch = next(iter(inspect.signature(function).parameters), "")
         check_call(function, arguments, where, (batch,))
     elif not callable(collate):
         raise ConfigError(f"{where}: {collate!r} is not allowed, give a function, its name, or dict(type=...)")
-
-
-def check_collate_argument(cfg: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError if what an argument describes by ``dict(type=...)`` cannot be made."""
-    function, arguments = named_function(cfg, where)
-    check_call(function, arguments, where)
 
 
 def build_collate(collate: Any, where: str) -> Callable[[Any], Any]:

@@ -11,12 +11,32 @@ import socket
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
 from ...core.base.errors import LaunchError, StrategyError
 from ...core.comm.agreement import Bulletin, StoreLostError
+
+ToldT = TypeVar("ToldT", bound="Told")
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """Base class of what processes tell each other as text."""
+
+    def text(self) -> str:
+        """These values as a text, for ``read``."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def read(cls: type[ToldT], text: str) -> ToldT:
+        """The values that ``text`` gave."""
+        values: Any = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(text).items()
+        }
+        return cls(**values)
+
 
 # Identity: what a process is called on its machine, and whether it still lives there.
 
@@ -30,7 +50,7 @@ _ENDED = ("Z", "X", "x")
 
 
 @dataclasses.dataclass(frozen=True)
-class Identity:
+class Identity(Told):
     """A process of the job.
 
     Attributes:
@@ -56,15 +76,6 @@ class Identity:
             namespace = ""
         pid = os.getpid()
         return cls(rank, pid, socket.gethostname(), namespace, (_stat(pid) or ("", ""))[1])
-
-    @classmethod
-    def read(cls, text: str) -> Identity:
-        """The identity that ``text`` gave."""
-        return cls(*json.loads(text))
-
-    def text(self) -> str:
-        """This identity as a text, for ``read``."""
-        return json.dumps(dataclasses.astuple(self))
 
     def is_beside(self, other: Identity) -> bool:
         """Whether a process can see the other one in /proc."""
@@ -115,7 +126,7 @@ Kind = Literal["failed", "left", "killed", "silent", "finished", "stalled", "sto
 
 
 @dataclasses.dataclass(frozen=True)
-class Ending:
+class Ending(Told):
     """Why a process left the run.
 
     Attributes:
@@ -132,15 +143,11 @@ class Ending:
     said: str = ""
     iteration: int = 0
 
-    def text(self) -> str:
-        """This ending as a text, for ``read``."""
-        return json.dumps([self.kind, self.process.text(), self.said, self.iteration])
-
     @classmethod
     def read(cls, text: str) -> Ending:
-        """The ending that ``text`` gave."""
-        kind, process, said, iteration = json.loads(text)
-        return cls(kind, Identity.read(process), said, iteration)
+        """See Told."""
+        values = json.loads(text)
+        return cls(**{**values, "process": Identity(**values["process"])})
 
     def words(self, with_machine: bool = True) -> str:
         """What the process did, to follow "Failed because": ``rank 1 failed: ValueError: ...``."""

@@ -42,13 +42,7 @@ class Monitor:
         self._period_s = period_s
         self._wakes = threading.Event()
         self._ends = False
-        self._round = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="flextrain-monitor", daemon=True)
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the current round began; long if a watcher waits for a store that does not answer."""
-        return time.monotonic() - self._round
 
     def start(self) -> None:
         """Start the thread."""
@@ -74,7 +68,6 @@ class Monitor:
             self._wakes.clear()
             if self._ends:
                 return
-            self._round = time.monotonic()
             for watcher in list(self._watchers):
                 try:
                     watcher()

@@ -145,7 +145,8 @@ def _note(origin: Origin, frame: FrameType, own: Any) -> None:
         origin.mode = getattr(own, "mode", origin.mode)
         origin.part = origin.kind = ""
     elif module == "runner.loops.step":
-        _note_step(origin, function)
+        if function in _FORWARD or function == "_call_train_step":
+            origin.part, origin.kind = "train_step" if function == "_call_train_step" else "forward", "forward"
     elif module == "runner.hooks.small_hooks" and "scheduler" in frame.f_locals:
         kind = type(frame.f_locals["scheduler"]).__name__
         origin.part, origin.kind = f"param_scheduler ({kind}.step)", "optimizer"
@@ -163,13 +164,6 @@ def _note(origin: Origin, frame: FrameType, own: Any) -> None:
         origin.part, origin.kind = origin.part or "communication between processes", origin.kind or "collective"
     elif module.startswith(("core.checkpoint.save", "runner.resume.saver")):
         origin.part, origin.kind = "saving a checkpoint", "checkpoint"
-
-
-def _note_step(origin: Origin, function: str) -> None:
-    if function in _FORWARD:
-        origin.part, origin.kind = "forward", "forward"
-    elif function == "_call_train_step":
-        origin.part, origin.kind = "train_step", "forward"
 
 
 def _note_metric(origin: Origin, metric: Any, method: str) -> None:

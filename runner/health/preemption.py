@@ -329,11 +329,6 @@ class Preemption:
         elif limit is not None:
             self._deadline = time.monotonic() + seconds_of(limit, _MAX_TIME)
 
-    def _ask_slurm_for_the_end(self) -> None:
-        """Only on rank 0, because Slurm would have to answer all processes at once."""
-        left_s = slurm_end(_MAX_TIME) - time.time() - self._options.margin_s
-        self._deadline = time.monotonic() + left_s
-
     def _forget(self) -> None:
         self._asked: str | None = None
         self._asked_at = 0.0
@@ -362,8 +357,9 @@ class Preemption:
         self._run, self._rank, self._size = weakref.ref(run), run.rank, run.world_size
         if self._options.max_time == SLURM:
             with raising_together():
-                if self._rank == 0:
-                    self._ask_slurm_for_the_end()
+                if self._rank == 0:  # Slurm would have to answer all processes at once
+                    left_s = slurm_end(_MAX_TIME) - time.time() - self._options.margin_s
+                    self._deadline = time.monotonic() + left_s
         if self._early is not None:
             self._early.stop()
         if self._size == 1 and self._asked is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 import statistics
 import sys
 import sysconfig
@@ -19,7 +18,7 @@ from torch import nn
 from ...core.base.errors import shown
 from ...core.torch_compat.torch_private import LOADER_ITERATOR, awaited_worker, compiles, last_collective
 from ..data import sample_seeds as worker_stacks
-from .exchange import Exchange, state_of
+from .exchange import Exchange, Told, state_of
 from .origin import origin_of_frames
 
 # Stragglers: a process that takes far more time than the others for what no other process waits in.
@@ -138,7 +137,7 @@ _LONGEST_STACK = 6000
 
 
 @dataclasses.dataclass(frozen=True)
-class Whereabouts:
+class Whereabouts(Told):
     """What a process was doing when it was asked.
 
     Attributes:
@@ -159,15 +158,6 @@ class Whereabouts:
     collective: str = ""
     stack: str = ""
     failed: str = ""
-
-    def text(self) -> str:
-        """These values as a text, for ``read``."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def read(cls, text: str) -> Whereabouts:
-        """The values that ``text`` gave."""
-        return cls(**json.loads(text))
 
 
 def whereabouts(thread: int, rank: int, iteration: int, model: nn.Module | None, failed: str = "") -> Whereabouts:
@@ -387,7 +377,7 @@ class Age:
 
 
 @dataclasses.dataclass(frozen=True)
-class Beat:
+class Beat(Told):
     """What a process tells of itself; it is sent only when it has changed.
 
     Attributes:
@@ -405,16 +395,6 @@ class Beat:
     is_compiling: bool = False
     count: int = 0
     samples: Samples = (0, 0, 0)
-
-    def text(self) -> str:
-        """This beat as a text, for ``read``."""
-        return f"{self.run} {self.is_busy:d} {self.is_first:d} {self.is_compiling:d} {self.count} {' '.join(map(str, self.samples))}"
-
-    @classmethod
-    def read(cls, text: str) -> Beat:
-        """The beat that ``text`` gave."""
-        run, is_busy, is_first, is_compiling, count, *samples = map(int, text.split())
-        return cls(run, bool(is_busy), bool(is_first), bool(is_compiling), count, tuple(samples))
 
 
 class Gathering:

@@ -9,27 +9,21 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain, zip_longest
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ...core.base.errors import ConfigError, FlexTrainError
+from ...core.base.errors import ConfigError
 from ...core.comm import collectives as dist
+from ...core.comm.agreement import told_by_rank_0
 from ...core.comm.topology import Topology
 from ...core.device.device import to_device
 
-# Results of all processes on rank 0, and metrics from there on every process.
+# Results of all processes on rank 0.
 
 
 _NOTHING = object()
-
-
-class _Failure(NamedTuple):
-    """Why there are no metrics, for the processes that wait for them."""
-
-    reason: str
-    is_configuration: bool
 
 
 def gather_results(results: Sequence[list[Any]], topology: Topology) -> list[list[Any]] | None:
@@ -50,32 +44,6 @@ def gather_results(results: Sequence[list[Any]], topology: Topology) -> list[lis
 def _in_turn(parts: Sequence[list[Any]]) -> list[Any]:
     """Results of several shards in the order of the samples, which a sampler dealt to them in turn."""
     return [item for item in chain.from_iterable(zip_longest(*parts, fillvalue=_NOTHING)) if item is not _NOTHING]
-
-
-def from_rank_0(compute: Callable[[], dict[str, Any]] | None, name: str) -> dict[str, Any]:
-    """Return what ``compute`` gives on rank 0, on every process; a collective.
-
-    Args:
-        compute: None on the other processes, which wait; they are told of an exception first.
-        name: what fails, for messages.
-
-    Raises:
-        ConfigError, FlexTrainError: on the other processes, if ``compute`` raised an exception.
-    """
-    metrics: Any = {}
-    if compute is not None:
-        try:
-            metrics = compute()
-        except Exception as error:
-            reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-            dist.broadcast_object(_Failure(reason, isinstance(error, ConfigError)))
-            raise
-    found: dict[str, Any] | _Failure = dist.broadcast_object(metrics)
-    if not isinstance(found, _Failure):
-        return found
-    if found.is_configuration:
-        raise ConfigError(found.reason)
-    raise FlexTrainError(f"{name}: failed on rank 0, {found.reason}")
 
 
 _logger = logging.getLogger("flextrain")
@@ -168,9 +136,9 @@ class BaseMetric(ABC):
         if topology.reports and not self.results:
             _logger.warning(f"{type(self).__name__}: got no results, process() appended nothing to self.results")
         gathered = gather_results([self.results], topology)
-        compute = None if gathered is None else partial(self._compute, gathered[0], size, topology.data.count)
+        compute = partial(self._compute, gathered[0] if gathered else [], size, topology.data.count)
         self.reset()
-        return from_rank_0(compute, f"{type(self).__name__}.compute_metrics")
+        return told_by_rank_0(compute, at=f"{type(self).__name__}.compute_metrics on rank 0", waits_long=True)
 
     def _compute(self, results: list[Any], size: int | None, shards: int) -> dict[str, Any]:
         if size is not None and len(results) - size < shards:

@@ -255,10 +255,6 @@ def _class(kind: type) -> str:
 
 def _kind(parameter: Tensor) -> str:
     dtype = str(parameter.dtype).removeprefix("torch.")
-    return dtype if type(parameter) in (Tensor, nn.Parameter) else _kind_of_subclass(parameter, dtype)
-
-
-def _kind_of_subclass(parameter: Tensor, dtype: str) -> str:
     data = parameter.data if isinstance(parameter, nn.Parameter) else parameter
     return dtype if type(data) is torch.Tensor else f"{type(data).__name__}"
 

@@ -348,7 +348,7 @@ def test_every_sample_counts_once_on_two_processes(tmp_path: Path, workers2: Wor
 def test_a_failing_metric_fails_on_all_processes(tmp_path: Path, workers2: WorkerGroup) -> None:
     first, second = workers2.run(evaluate, str(tmp_path), [dict(type=Failing)], 4)
     assert first == "ZeroDivisionError: no results"
-    assert second == "FlexTrainError: Evaluator.evaluate: failed on rank 0, ZeroDivisionError: no results"
+    assert second == "FlexTrainError: Evaluator.evaluate on rank 0: ZeroDivisionError('no results')"
 
 
 # Hooks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -62,21 +61,6 @@ def test_levels(level: str, cfg: Any, computed: torch.dtype) -> None:
     assert bool(wrapper.plain_values()) is (computed is HALF)
     report = strategy.precision_report()
     assert (report.parameters, report.optimizer_state) == ((FULL,), (FULL,))
-
-
-def test_an_overflow_skips_the_update() -> None:
-    model, wrapper, _ = prepared("O1")
-    x = batches()[0]
-    update(model, wrapper, x)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    scale = wrapper.plain_values()["scaler"]["scale"]
-    update(model, wrapper, x, times=math.inf)
-    assert wrapper.last_step.skipped
-    assert wrapper.plain_values()["scaler"]["scale"] == scale / 2
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert all(parameter.grad is None for parameter in model.parameters())
-    update(model, wrapper, x)
-    assert not wrapper.last_step.skipped
 
 
 @pytest.mark.parametrize("level, computed", [("O0", FULL), ("O1", HALF)])

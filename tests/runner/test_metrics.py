@@ -344,7 +344,7 @@ def test_a_metric_that_fails_ends_all_processes_with_the_reason(tmp_path: Path, 
     assert workers2.run(fails_on_two, str(tmp_path), "none") == [says] * 2
     first, second = workers2.run(fails_on_two, str(tmp_path), "raises")
     assert first == "KeyError: 'logits'"
-    assert second == "FlexTrainError: Fails.compute_metrics: failed on rank 0, KeyError: 'logits'"
+    assert second == "FlexTrainError: Fails.compute_metrics on rank 0: KeyError('logits')"
 
 
 def dumps_on_two(folder: str, call: str) -> str:

@@ -406,16 +406,10 @@ def kept(
         except OSError as error:
             if error.errno not in _CANNOT_WRITE:
                 raise
-    logger.warning(
-        f"{whose}: its index is not kept, {one_folder(files)} cannot be written to; every start makes it anew"
-    )
+    folders = " and ".join(str(file.parent) for file in files)
+    logger.warning(f"{whose}: its index is not kept, {folders} cannot be written to; every start makes it anew")
     _not_kept[key] = make() if made is None else made
     return _not_kept[key]
-
-
-def one_folder(files: list[Path]) -> str:
-    """The folders of files, for a message."""
-    return " and ".join(str(file.parent) for file in files)
 
 
 _CANNOT_WRITE = {30, 28, 122}  # a read-only file system, no space, no quota

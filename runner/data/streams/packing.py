@@ -7,7 +7,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -35,23 +35,11 @@ _CHUNK = 2**20
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class Lengths(Protocol):
-    """Lengths of documents: an array, or any object whose slices are arrays."""
-
-    def __len__(self) -> int:
-        """Return the number of documents."""
-        ...
-
-    def __getitem__(self, span: slice, /) -> Numbers:
-        """Return the lengths of a span of documents."""
-        ...
-
-
-def ends_of_groups(lengths: Lengths, extra: int = 0) -> Numbers:
+def ends_of_groups(lengths: Any, extra: int = 0) -> Numbers:
     """Return the number of tokens up to the end of each group, int64, reading all lengths once.
 
     Args:
-        lengths: tokens of each document.
+        lengths: tokens of each document: an array, or an object with a length whose slices are arrays.
         extra: tokens that are added to each document.
     """
     sums = [np.zeros(0, np.int64)]
@@ -68,13 +56,13 @@ class DocumentIndex:
     not depend on the number of documents.
 
     Args:
-        lengths: tokens of each document.
+        lengths: see ``ends_of_groups``.
         group_ends: result of ``ends_of_groups`` with the same ``extra``.
         extra: tokens that are added to each document.
         seed: seed of the order in a group; None: the documents stay as they are stored.
     """
 
-    def __init__(self, lengths: Lengths, group_ends: Numbers, extra: int = 0, seed: int | None = None) -> None:
+    def __init__(self, lengths: Any, group_ends: Numbers, extra: int = 0, seed: int | None = None) -> None:
         self.lengths, self.group_ends, self.extra, self.seed = lengths, group_ends, extra, seed
         self._kept: OrderedDict[tuple[int, int], tuple[list[int], list[int]]] = OrderedDict()
 
