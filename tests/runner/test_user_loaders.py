@@ -510,11 +510,11 @@ def test_torchdata_s_loader_goes_on_at_any_position_where_its_state_is_no_more()
 def test_no_worker_is_left_when_training_has_ended(tmp_path: Path) -> None:
     """Workers that are kept between epochs would end with the runner only, and take five seconds each for that."""
     workers = dict(**data_workers(1), persistent_workers=True)
-    before = multiprocessing.active_children()
+    before = {*multiprocessing.active_children()}
     loader = dict(batch_size=4, dataset=Samples(26), collate_fn="default_collate", **workers)
     runner = make_runner(tmp_path, train_dataloader=loader, **validation(10, **workers))
     runner.train()
-    assert multiprocessing.active_children() == before
+    assert {*multiprocessing.active_children()} == before
     assert runner.val()["count"] == 10
     runner.train_loop._end_workers()
     assert runner.val_loop is not None
