@@ -108,19 +108,3 @@ def test_a_watcher_that_raises_is_called_no_more_and_the_others_are(caplog: pyte
     monitor.stop()
     assert calls.count("breaks") == 1
     assert "breaks ended by ValueError: of its own" in caplog.text
-
-
-def test_silence_is_the_time_since_the_round_began() -> None:
-    hangs, goes_on = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        hangs.set()
-        goes_on.wait(30)
-
-    monitor = Monitor([hang], period_s=0.001)
-    monitor.start()
-    assert hangs.wait(30)
-    threading.Event().wait(0.2)
-    assert monitor.silent_s >= 0.15
-    monitor.stop()
-    goes_on.set()
