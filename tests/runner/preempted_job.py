@@ -1,7 +1,8 @@
-"""Runs that get SIGTERM at random moments, forked from one warm process: ``preempted_job.py FOLDER SEED STRATEGY:COUNT...``
+"""Runs that get SIGTERM at random moments, forked from one warm process.
 
-Every trial is a line of JSON. A trial in which the process was over already is drawn again, and so is one in which it had
-not come to FlexibleRunner yet, where a signal ends it as ever.
+``python -m tests.runner.preempted_job FOLDER SEED STRATEGY:COUNT...`` prints a line of JSON for every trial. A trial in which
+the process was over already is drawn again, and so is one in which it had not come to FlexibleRunner yet, where a signal ends
+it as ever.
 """
 
 from __future__ import annotations
@@ -23,60 +24,33 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from torch import Tensor, nn
 
-from flextrain import BaseMetric, FlexibleRunner
+from .training import Samples, make_runner, validation
 
 TRIAL_S = 60.0
 """Seconds after which a process counts as hanging; a loaded machine needs some."""
 
 
-class Data(torch.utils.data.Dataset[Any]):
-    def __init__(self, length: int) -> None:
-        self.length = length
+class Slow(Samples):
+    """So that a run takes some seconds, most of which are in an update or a validation."""
 
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         time.sleep(0.001)
-        return torch.full((16,), index % 7 / 7.0), torch.tensor(index % 4)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
-
-    def forward(self, x: Tensor, y: Tensor, mode: str = "loss") -> Any:
-        out = self.blocks(x)
-        return {"loss": nn.functional.cross_entropy(out, y)} if mode == "loss" else out
-
-
-class Count(BaseMetric):
-    def process(self, data_batch: Any, data_samples: Any) -> None:
-        self.results.append(len(data_samples))
-
-    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
-        return {"count": sum(results)}
+        return super().__getitem__(index)
 
 
 def train(folder: Path, strategy: str) -> None:
-    def loader(length: int) -> dict[str, Any]:
-        return dict(batch_size=4, dataset=Data(length), collate_fn="default_collate")
-
-    FlexibleRunner(
-        model=Net,
-        work_dir=folder,
+    parts = validation()
+    parts["val_dataloader"]["dataset"] = Slow(40)
+    make_runner(
+        folder,
         strategy=dict(type=strategy, timeout_s=60),
-        train_dataloader=loader(80),
+        train_dataloader=dict(batch_size=4, dataset=Slow(80), collate_fn="default_collate"),
         optim_wrapper=dict(optimizer=dict(type="AdamW", lr=1e-3)),
         train_cfg=dict(by_epoch=False, max_iters=60, val_interval=15),
-        val_dataloader=loader(40),
-        val_cfg=dict(),
-        val_evaluator=dict(type=Count),
         default_hooks=dict(checkpoint=dict(by_epoch=False, interval=10, max_keep_ckpts=2)),
-        randomness=dict(seed=0),
+        log_level="INFO",
+        **parts,
     ).train()
 
 

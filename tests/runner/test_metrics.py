@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from flextrain import EVALUATOR, BaseMetric, ConfigError, Evaluator, FlexTrainError
 from flextrain.core.comm.topology import Topology
 from flextrain.runner import DumpResults
-from flextrain.runner.hooks import Hook
 from flextrain.runner.metrics.evaluator import build_evaluator, check_evaluator
 from flextrain.testing import WorkerGroup
 
 from .test_evaluation import evaluate
-from .training import make_runner, validation
+from .training import At, make_runner, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -245,15 +244,12 @@ def test_batches_in_a_file(tmp_path: Path) -> None:
 def test_a_file_is_written_by_validation_alone(tmp_path: Path) -> None:
     """Not by the dry pass before training."""
 
-    class Sees(Hook):
-        def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-            seen.append(metric.out_file_path.exists())
-
     seen: list[bool] = []
     metric = DumpResults(tmp_path / "results.pkl")
+    look = At("before_train_iter", lambda *args, **kwargs: seen.append(metric.out_file_path.exists()))
     for evaluator in (Evaluator([Indices(), metric]), Counting([metric])):
         parts = {**validation(5), "val_evaluator": evaluator, "model": Trained}
-        make_runner(tmp_path / "run", **parts, train_cfg=dict(max_epochs=1), custom_hooks=[Sees()]).train()
+        make_runner(tmp_path / "run", **parts, train_cfg=dict(max_epochs=1), custom_hooks=[look]).train()
         assert not any(seen)
         assert len(read(metric.out_file_path)) == 5
         metric.out_file_path.unlink()

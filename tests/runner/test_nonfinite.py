@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from torch.nn import functional
 
 from flextrain import BaseModel, ConfigError, Hook, OptimWrapper, StrategyError
 from flextrain.core.base.errors import NonFiniteError
-from flextrain.core.comm import collectives as dist
 from flextrain.optim import OptimWrapperDict, build_optim_wrapper
 from flextrain.report.recorded_run import recorded_run
 from flextrain.report.run_facts import state_of
@@ -478,17 +476,10 @@ FULL = pytest.mark.full
 CASES = [
     pytest.param(DDP, "fp32", False, id="ddp-fp32"),
     pytest.param(DDP, "fp32", True, id="ddp-fp32-async"),
-    pytest.param(DDP, "bf16", False, id="ddp-bf16", marks=FULL),
     pytest.param(DDP, "fp16", False, id="ddp-fp16"),
-    pytest.param(FSDP, "fp32", False, id="fsdp-fp32", marks=FULL),
     pytest.param(FSDP, "bf16", False, id="fsdp-bf16"),
-    pytest.param(FSDP, "bf16", True, id="fsdp-bf16-async", marks=FULL),
-    pytest.param(FSDP, "fp16", False, id="fsdp-fp16", marks=FULL),
     pytest.param(ZERO, "fp32", False, id="zero2-fp32", marks=[FULL, pytest.mark.deepspeed]),
     pytest.param(ZERO, "bf16", False, id="zero2-bf16", marks=pytest.mark.deepspeed),
-    pytest.param(ZERO, "bf16", True, id="zero2-bf16-async", marks=[FULL, pytest.mark.deepspeed]),
-    pytest.param(zero(0), "fp32", False, id="zero0-fp32", marks=[FULL, pytest.mark.deepspeed]),
-    pytest.param(zero(1), "bf16", False, id="zero1-bf16", marks=[FULL, pytest.mark.deepspeed]),
     pytest.param(zero(3), "bf16", False, id="zero3-bf16", marks=[FULL, pytest.mark.deepspeed]),
 ]
 
@@ -526,11 +517,7 @@ def test_nan_on_one_of_two_ranks(
     [
         pytest.param(DDP, "fp32", id="ddp"),
         pytest.param(FSDP, "fp32", id="fsdp", marks=FULL),
-        pytest.param(FSDP, "bf16", id="fsdp-bf16", marks=FULL),
-        pytest.param(zero(1), "bf16", id="zero1", marks=[FULL, pytest.mark.deepspeed]),
         pytest.param(ZERO, "bf16", id="zero2", marks=pytest.mark.deepspeed),
-        pytest.param(ZERO, "fp32", id="zero2-fp32", marks=[FULL, pytest.mark.deepspeed]),
-        pytest.param(zero(3), "bf16", id="zero3", marks=[FULL, pytest.mark.deepspeed]),
         pytest.param(zero(3), "fp32", id="zero3-fp32", marks=[FULL, pytest.mark.deepspeed]),
     ],
 )
@@ -683,21 +670,3 @@ def test_updates_are_counted_once_however_they_are_read() -> None:
     hub.fetch()
     history.append(4.0)
     assert (history.updates, history.newest(2), history.newest(0), len(history.newest(9))) == (4, [4.0, 3.0], [], 4)
-
-
-def counted_on_ranks() -> tuple[int, list[float], int]:
-    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2, init_method="env://", timeout_s=30)
-    hub = MessageHub()
-    history = hub.history("train/loss")
-    for value in (1.0, 2.0, 3.0):
-        history.append(value)
-    hub.fetch()  # as a checkpoint does, between two lines
-    history.append(4.0)
-    hub.fetch("train/", reduce="train/loss")
-    dist.destroy_process_group()
-    return history.updates, history.newest(2), hub.readings
-
-
-@pytest.mark.distributed
-def test_updates_are_counted_once_on_several_ranks(workers2: WorkerGroup) -> None:
-    assert workers2.run(counted_on_ranks) == [(4, [4.0, 3.0], 1)] * 2

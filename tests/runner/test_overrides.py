@@ -236,7 +236,6 @@ class Case:
     Attributes:
         not_called: by name, why.
         refused: methods that the runner refuses by name.
-        again: its base has a case of its own, and what it only inherits is tried with every combination.
         resume: pieces that the second run leaves out.
     """
 
@@ -246,16 +245,11 @@ class Case:
     refused: tuple[str, ...] = ()
     marks: tuple[Any, ...] = ()
     id: str = ""
-    again: bool = False
     resume: dict[str, bool] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return self.id or self.base.__name__
-
-    def marks_of(self, method: str) -> tuple[Any, ...]:
-        is_new = not self.again or method in vars(self.base)
-        return self.marks if is_new else (*self.marks, pytest.mark.full)
 
 
 CLIP = dict(max_norm=1.0)
@@ -303,7 +297,6 @@ CASES: list[Case] = [
         CheckpointHook,
         lambda kind: dict(default_hooks=dict(checkpoint=kind(interval=2, save_best="accuracy", rule="greater"))),
         without(QUESTIONS, "every_n_epochs", "is_last_train_epoch", **NOT_ASKED),
-        again=True,
     ),
     Case(
         CheckpointHook,
@@ -312,7 +305,6 @@ CASES: list[Case] = [
         ),
         without(QUESTIONS, "every_n_train_iters", "is_last_train_iter", **NOT_ASKED),
         id="CheckpointHook-by-iteration",
-        again=True,
     ),
     Case(Net, lambda kind: dict(model=kind), id="BaseModel"),
     Case(
@@ -338,14 +330,12 @@ CASES: list[Case] = [
         lambda kind: dict(optim_wrapper=kind(MINE, dtype="float16", clip_grad=CLIP), strategy=DDP),
         AMP,
         refused=NEVER_CALLED,
-        again=True,
     ),
     Case(
         ApexOptimWrapper,
         lambda kind: dict(optim_wrapper=kind(MINE, opt_level="O1", loss_scale=8.0), strategy=DDP),
         AMP,
         refused=NEVER_CALLED,
-        again=True,
     ),
     Case(
         OptimWrapperDict,
@@ -368,19 +358,18 @@ CASES: list[Case] = [
         ),
         refused=NEVER_CALLED,
         id="OptimWrapper-of-several",
-        again=True,
     ),
     Case(
         DeepSpeedOptimWrapper,
         lambda kind: dict(optim_wrapper=kind(ADAMW, clip_grad=CLIP), strategy=ZERO),
         without(
             WRAPPER | {"send_last": "the strategy calls it where gradient hooks of users come last"},
+            "register_step_pre_hook",
             clip_by="for strategy=dict(gradient_clipping=...)",
             make_another="a trial that torch's own optimizers are spared",
         ),
         refused=NEVER_CALLED,
         marks=(pytest.mark.deepspeed,),
-        again=True,
     ),
     Case(Accuracy, lambda kind: dict(val_evaluator=kind()), id="BaseMetric"),
     Case(Evaluator, lambda kind: dict(val_evaluator=kind([Accuracy()])), {"offline_evaluate": _USER}),
@@ -451,39 +440,29 @@ CASES: list[Case] = [
     Case(DefaultOptimWrapperConstructor, lambda kind: dict(optim_wrapper=dict(optimizer=SGD, constructor=kind))),
 ]
 
-ROWS = [
-    pytest.param(case, name, marks=(*case.marks_of(name), pytest.mark.full), id=f"{case.name}-{name}")
-    for case in CASES
-    for name in overridable(case.base)
-]
-
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=case.marks, id=case.name) for case in CASES])
 def test_all_that_is_defined_anew_is_called(tmp_path: Path, case: Case) -> None:
-    """As the next test, in one run with all methods together; what is not called then is tried by itself."""
+    """In one run with all methods together; where that is not as expected, a method is tried by itself."""
     calls: set[str] = set()
-    names = [name for name in overridable(case.base) if name not in {*case.refused, *case.not_called}]
+    names = [name for name in overridable(case.base) if name not in case.refused]
     kind = case.base
     for name in names:
         kind = spying(kind, name, calls.add)
     life(tmp_path / "together", lambda: case.make(kind), **case.resume)
-    for name in [*(name for name in names if name not in calls), *case.refused]:
-        test_what_is_defined_anew_is_called(tmp_path / name, case, name)
-
-
-@pytest.mark.parametrize(("case", "name"), ROWS)
-def test_what_is_defined_anew_is_called(tmp_path: Path, case: Case, name: str) -> None:
-    calls: list[str] = []
-    kind = spying(case.base, name, calls.append)
-    if name in case.refused:
+    for name in names:
+        if (name in calls) == (name in case.not_called):  # of one that another new one brings about
+            calls.discard(name)
+            alone = spying(case.base, name, calls.add)
+            life(tmp_path / name, lambda alone=alone: case.make(alone), **case.resume)
+        if name in case.not_called:
+            assert name not in calls, f"{name} is called: take it out of the list of those that are not"
+        else:
+            assert name in calls, f"{case.base.__name__}.{name} is never called: call it, refuse it, or say why not"
+    for name in case.refused:
+        never = spying(case.base, name, calls.add)
         with pytest.raises(flextrain.ConfigError, match=rf"\.{name} is never called here"):
-            life(tmp_path, lambda: case.make(kind))
-        return
-    life(tmp_path, lambda: case.make(kind), **case.resume)
-    if name in case.not_called:
-        assert not calls, f"{name} is called: take it out of the list of those that are not"
-    else:
-        assert calls, f"{case.base.__name__}.{name} is never called: call it, refuse it, or say why not"
+            life(tmp_path / name, lambda never=never: case.make(never))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -16,7 +16,19 @@ from flextrain.runner.hooks import Hook
 from flextrain.runner.runner_names import INSTEAD
 from flextrain.testing import WorkerGroup
 
-from .training import SGD, Accuracy, Net, Samples, SaveEvery, Watch, differences, make_runner, validation, whole_state
+from .training import (
+    SGD,
+    Accuracy,
+    At,
+    Net,
+    Samples,
+    SaveEvery,
+    Watch,
+    differences,
+    make_runner,
+    validation,
+    whole_state,
+)
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -538,11 +550,6 @@ class Statistic(BaseModel):
         return {"index": index, "logits": self.mean.expand(len(index)).tolist()}
 
 
-class Differs(Hook):
-    def before_val(self, runner: Any) -> None:
-        runner.strategy.module.mean.fill_(1.0 + runner.rank)
-
-
 class Means(BaseMetric):
     def process(self, data_batch: Any, data_samples: Any) -> None:
         self.results += data_samples["logits"]
@@ -554,8 +561,9 @@ class Means(BaseMetric):
 def statistics(folder: str, val_cfg: Any) -> Any:
     parts = {**validation(5), "val_cfg": val_cfg, "val_evaluator": Means}
     nothing: dict[str, Any] = dict(train_dataloader=None, optim_wrapper=None, train_cfg=None)
+    differ = At("before_val", lambda runner: runner.strategy.module.mean.fill_(1.0 + runner.rank))
     strategy = dict(type="FSDPStrategy")  # DistributedDataParallel would share them in every forward
-    runner = make_runner(folder, model=Statistic, custom_hooks=[Differs()], strategy=strategy, **{**nothing, **parts})
+    runner = make_runner(folder, model=Statistic, custom_hooks=[differ], strategy=strategy, **{**nothing, **parts})
     metrics = runner.val()
     runner.strategy.leave()
     return metrics

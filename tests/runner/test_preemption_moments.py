@@ -13,7 +13,7 @@ import pytest
 from flextrain.core.base.events import read_events
 from flextrain.core.checkpoint import is_checkpoint
 
-JOB = Path(__file__).with_name("preempted_job.py")
+JOB = f"{__package__}.preempted_job"
 ENDS = (
     "training was complete",
     "no checkpoint was saved yet",
@@ -34,7 +34,11 @@ ENDS = (
 )
 def test_all_processes_leave_at_any_moment(tmp_path: Path, plan: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(JOB), str(tmp_path), "0", plan], capture_output=True, text=True, timeout=900
+        [sys.executable, "-m", JOB, str(tmp_path), "0", plan],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr[-3000:]
     trials = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -76,19 +76,23 @@ def flipped(folder: str, strategy: dict[str, Any], count: int) -> list[tuple[str
 
 
 @pytest.mark.parametrize(
-    "strategy",
+    "strategy, kinds",
     [
-        pytest.param(dict(type="DDPStrategy"), id="ddp"),
+        pytest.param(dict(type="DDPStrategy"), {"model", "optim"}, id="ddp"),
         pytest.param(
-            dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=2)), id="zero2", marks=pytest.mark.deepspeed
+            dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=2)),
+            {"module"},
+            id="zero2",
+            marks=pytest.mark.deepspeed,
         ),
     ],
 )
 def test_every_flipped_bit_is_found_before_the_next_save(
-    workers3: WorkerGroup, tmp_path: Path, strategy: dict[str, Any]
+    workers3: WorkerGroup, tmp_path: Path, strategy: dict[str, Any], kinds: set[str]
 ) -> None:
     for results in workers3.run(flipped, str(tmp_path), strategy, 20):
         assert len({key for key, _, _ in results}) > 4
+        assert {key.partition(".")[0] for key, _, _ in results} >= kinds
         for key, rank, said in results:
             others = ", ".join(str(other) for other in range(3) if other != rank)
             assert said.startswith(f"replicas differ: rank {rank} differs from ranks {others} in {key}"), (key, rank)

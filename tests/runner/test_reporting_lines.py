@@ -52,15 +52,6 @@ def test_train_line_and_record_of_the_seeds(new_runner: Callable[..., Any]) -> N
     assert list(record) == ["lr", "data_time", "loss", "time", "epoch", "iter", "memory"]
 
 
-def test_prefix_of_the_seeds(new_runner: Callable[..., Any]) -> None:
-    runner = new_runner()
-    runner.logger.info("Epoch(train)")
-    whole = runner.log_file.read_text()
-    assert len(whole) == len("07/03 13:04:17 - flextrain - INFO - Epoch(train)\n")
-    assert whole[2] + whole[5] + whole[8] + whole[11] == "/ ::"
-    assert whole.endswith(" - flextrain - INFO - Epoch(train)\n")
-
-
 def test_means_are_over_the_last_window_only(new_runner: Callable[..., Any]) -> None:
     runner = seed_runner(new_runner, log_processor=LogProcessor(window_size=4))
     train_iterations(runner, 10)

@@ -19,10 +19,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 
 from flextrain import FlexibleRunner
 from flextrain.runner.data.samplers import DefaultSampler
-from flextrain.runner.hooks import Hook
 
 from .training import (
     SGD,
+    At,
     Changes,
     Net,
     Samples,
@@ -286,34 +286,20 @@ def test_resume_from_the_checkpoint_of_an_epoch(tmp_path: Path, name: str) -> No
         assert (resumed.epoch, resumed.iter) == (3, len(whole.trained))
 
 
-class Validations(Hook):
-    """Counts them, by where training stood."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-        self.runs = 0
-
-    def before_run(self, runner: FlexibleRunner) -> None:
-        self.runs += 1
-
-    def before_val(self, runner: FlexibleRunner) -> None:
-        self.seen.append(runner.epoch)
-
-
 @pytest.mark.parametrize("saved_after, left", [(None, [2, 3]), (2, [3])])
 def test_no_validation_is_left_out_or_repeated(tmp_path: Path, saved_after: int | None, left: list[int]) -> None:
     """Saved at the end of epoch 2, before its validation; or in epoch 3, after it."""
 
-    class SaveLater(Hook):
-        def before_train_epoch(self, runner: FlexibleRunner) -> None:
-            if runner.epoch == saved_after:
-                runner.save_checkpoint(runner.work_dir, "later")
+    def save(runner: FlexibleRunner) -> None:
+        if runner.epoch == saved_after:
+            runner.save_checkpoint(runner.work_dir, "later")
 
-    run(tmp_path / "whole", with_(**validation()), SaveLater(), default_hooks=dict(checkpoint=dict(interval=2)))
-    name = "later" if saved_after else "epoch_2"
-    counted = Validations()
-    run(tmp_path / "rest", with_(**validation()), counted, resume=str(tmp_path / "whole" / name))
-    assert counted.seen == left
+    saving = dict(checkpoint=dict(interval=2))
+    run(tmp_path / "whole", with_(**validation()), At("before_train_epoch", save), default_hooks=saving)
+    path, seen = tmp_path / "whole" / ("later" if saved_after else "epoch_2"), list[int]()
+    look = At("before_val", lambda runner: seen.append(runner.epoch))
+    run(tmp_path / "rest", with_(**validation()), look, resume=str(path))
+    assert seen == left
 
 
 def test_resume_of_a_finished_run_does_nothing_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -374,17 +360,18 @@ def test_resume_by_hand(tmp_path: Path, by_hand: bool) -> None:
     """Before train() nothing of a run exists yet, such as the averages that are to be filled."""
     changes = with_(CASES["ema"], default_hooks=dict(checkpoint=dict(interval=1)))
     _, whole = run(tmp_path / "whole", changes)
-    runs = Validations()
+    runs, validated = list[None](), list[int]()
     runner = make_runner(tmp_path / "rest", **changes(tmp_path))
-    runner.register_hook(runs)
+    runner.register_hook(At("before_run", lambda runner: runs.append(None)))
+    runner.register_hook(At("before_val", lambda runner: validated.append(runner.epoch)))
     if by_hand:
         runner.resume(tmp_path / "whole" / "epoch_2")
     else:
         runner.load_checkpoint(tmp_path / "whole" / "epoch_3")
     runner.train()
-    assert runs.runs == 1
+    assert len(runs) == 1
     if by_hand:
-        assert runs.seen == [2, 3]
+        assert validated == [2, 3]
         assert not differences(whole_state(runner), whole_state(whole))
     else:
         assert runner.iter == 21

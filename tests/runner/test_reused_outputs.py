@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain import BaseMetric, Hook, SingleDeviceStrategy
+from flextrain import BaseMetric, SingleDeviceStrategy
 
-from .training import Net, make_runner, validation
+from .training import Net, Outputs, make_runner, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -46,16 +46,6 @@ def same_places(module: Any, inputs: Any) -> Any:
     return run
 
 
-class Keeps(Hook):
-    """The losses as they came, read when training is over."""
-
-    def __init__(self) -> None:
-        self.losses: list[Tensor] = []
-
-    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        self.losses.append(outputs["loss"])
-
-
 class KeepsLogits(BaseMetric):
     """The predictions as they came."""
 
@@ -75,13 +65,13 @@ def trained(folder: Path, how: str) -> tuple[list[float], float]:
         model.net = torch.compile(model.net, backend=same_places)  # type: ignore[assignment]
     elif how == "by the runner":
         changes["compile"] = dict(backend=same_places)
-    keeps = Keeps()
+    outputs = Outputs()
     torch.manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter)
-    runner = make_runner(folder, model=model, train_cfg=dict(max_epochs=1), custom_hooks=[keeps], **changes)
+    runner = make_runner(folder, model=model, train_cfg=dict(max_epochs=1), custom_hooks=[outputs], **changes)
     runner.train()
-    return [float(loss) for loss in keeps.losses], float(runner.message_hub.get_scalar("val/mean").current())
+    return [float(seen["loss"]) for seen in outputs.seen], float(runner.message_hub.get_scalar("val/mean").current())
 
 
 @pytest.mark.parametrize("how", ["in place", "a part", "by the runner"])
@@ -151,7 +141,7 @@ class WithGraph(SingleDeviceStrategy):
 
 
 def test_the_graph_of_a_logged_loss_is_let_go(tmp_path: Path) -> None:
-    keeps = Keeps()
-    make_runner(tmp_path, strategy=WithGraph(), custom_hooks=[keeps]).train()
-    assert len(keeps.losses) > 1
-    assert not any(loss.requires_grad for loss in keeps.losses)
+    outputs = Outputs()
+    make_runner(tmp_path, strategy=WithGraph(), custom_hooks=[outputs]).train()
+    assert len(outputs.seen) > 1
+    assert not any(seen["loss"].requires_grad for seen in outputs.seen)

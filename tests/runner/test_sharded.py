@@ -17,7 +17,7 @@ from flextrain import BaseMetric, BaseModel, Hook, StrategyError
 from flextrain.core.checkpoint import FlatShard
 from flextrain.testing import WorkerGroup
 
-from .training import SGD, Net, Samples, SaveEvery, Watch, make_runner, validation, whole_state
+from .training import SGD, At, Net, Samples, SaveEvery, Watch, make_runner, validation, whole_state
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick")]
 
@@ -171,13 +171,6 @@ class Sum(BaseMetric):
         return {"sum": sum(results)}
 
 
-class Statistics(Hook):
-    """Each process's own, before anything of validation."""
-
-    def before_val(self, runner: Any) -> None:
-        self.own = statistics(runner.strategy.module)
-
-
 NORMALISED: dict[str, Any] = dict(
     model=Normalised,
     train_dataloader=dict(batch_size=4, dataset=Samples(24), collate_fn="default_collate"),
@@ -187,15 +180,16 @@ NORMALISED: dict[str, Any] = dict(
 
 def validated(folder: str, strategy: dict[str, Any], more: list[Any], **changes: Any) -> dict[str, Any]:
     """Statistics before validation and in each of its forwards, its metrics, and the statistics of what was trained on."""
-    own, metrics, watch = Statistics(), Metrics(), Watch()
-    runner = make_runner(folder, **NORMALISED, strategy=strategy, custom_hooks=[own, metrics, watch, *more], **changes)
+    own, metrics, watch = list[list[float]](), Metrics(), Watch()
+    look = At("before_val", lambda runner: own.append(statistics(runner.strategy.module)))
+    runner = make_runner(folder, **NORMALISED, strategy=strategy, custom_hooks=[look, metrics, watch, *more], **changes)
     runner.train()
     seen = runner.strategy.module.seen
     runner.strategy.leave()
     alone = nn.BatchNorm1d(6)
     for indices in watch.trained:
         alone(NORMALISED["train_dataloader"]["dataset"].x[indices])
-    return {"own": own.own, "seen": seen, "metrics": metrics.seen, "alone": statistics(alone)}
+    return {"own": own[-1], "seen": seen, "metrics": metrics.seen, "alone": statistics(alone)}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from itertools import chain, cycle, islice, product
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -119,19 +119,6 @@ def test_workers_change_nothing(files: Path, kind: str) -> None:
         first, position = read(cfg, 2, 0, 2, workers=before)
         second, end = read(cfg, 1, position, 3, workers=after)
         assert first + second == whole[:end]
-
-
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.parametrize("kind", ["lines", "local", "packed", "mixture"])
-def test_workers_with_every_pair_of_numbers_of_processes(files: Path, kind: str) -> None:
-    cfg = dataset(kind, files)
-    whole, _ = read(cfg, 1, 0, 60)
-    workers = cycle(product(range(3), repeat=2))  # nine pairs of them: other ones for each pair of numbers of processes
-    for (before, after), (first_workers, second_workers) in zip(product(range(1, 5), repeat=2), workers, strict=False):
-        first, position = read(cfg, before, 0, 2, workers=first_workers)
-        second, end = read(cfg, after, position, 2, workers=second_workers)
-        assert first + second == whole[:end], f"{before} processes, then {after}"
 
 
 @pytest.mark.parametrize("kind", ["lines", "local", "packed", "mixture"])

@@ -246,21 +246,6 @@ def test_processes_of_models_that_do_not_shift(workers: WorkerFactory, tmp_path:
         same(found, reference(model))
 
 
-def handed(folder: Path) -> list[float]:
-    """The numbers that the model was handed in two updates of two micro-batches."""
-    model = Sums()
-    run(folder, dict(type="DDPStrategy"), 2, 2, lambda: model)
-    return [float(number) for number in model.handed if number is not None]
-
-
-@pytest.mark.distributed
-@pytest.mark.full
-def test_the_number_is_that_of_all_processes_and_micro_batches(workers: WorkerFactory, tmp_path: Path) -> None:
-    counted = [sum(int((sample["labels"] != -100).sum()) for sample in part) for part in (data()[:8], data()[8:])]
-    for found in workers(2).run(handed, tmp_path):
-        assert found == [counted[0], counted[0], counted[1], counted[1]]
-
-
 def test_the_number_of_one_process(tmp_path: Path) -> None:
     model = Sums()
     run(tmp_path, ALONE, 2, 4, lambda: model)

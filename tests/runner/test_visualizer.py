@@ -20,7 +20,7 @@ from flextrain.runner.reporting import JsonLinesReporter, Reporter, build_visual
 from flextrain.runner.reporting import reporter as pictures
 from flextrain.testing import WorkerGroup
 
-from .training import make_runner
+from .training import At, Net, make_runner
 
 IMAGE = (np.arange(4 * 5 * 3) * 3 % 256).astype(np.uint8).reshape(4, 5, 3)
 
@@ -313,17 +313,12 @@ def test_a_visualizer_of_ones_own_is_the_runs(tmp_path: Path, kind: Any) -> None
 
 
 def test_what_hooks_add_at_the_very_end_is_written_and_closed(tmp_path: Path) -> None:
-    class Last(Hook):
-        priority = "LOWEST"
-
-        def after_run(self, runner: Any) -> None:
-            runner.visualizer.add_image("last", IMAGE, 9)
-
+    last = At("after_run", lambda runner: runner.visualizer.add_image("last", IMAGE, 9), "LOWEST")
     for logger in ({}, None):
         gallery = Gallery()
         folder = tmp_path / str(logger)
         make_runner(
-            folder, visualizer=[gallery], custom_hooks=[Last()], default_hooks=dict(logger=logger, checkpoint=None)
+            folder, visualizer=[gallery], custom_hooks=[last], default_hooks=dict(logger=logger, checkpoint=None)
         ).train()
         assert gallery.events[-2][0] == "last"
         assert gallery.events[-1] == "close"
@@ -363,20 +358,18 @@ def test_the_current_ones_are_those_of_the_innermost_run(tmp_path: Path) -> None
     def look(name: str) -> None:
         seen[name] = (MessageHub.get_current_instance(), Visualizer.get_current_instance())
 
-    class Inner(Hook):
-        def before_train(self, runner: Any) -> None:
-            look("inner")
-
     class Outer(Hook):
         def before_train(self, runner: Any) -> None:
             look("before")
-            self.other = make_runner(tmp_path / "inner", custom_hooks=[Inner()])
+            self.other = make_runner(
+                tmp_path / "inner", custom_hooks=[At("before_train", lambda runner: look("inner"))]
+            )
             look("made another")
             self.other.train()
             look("after")
 
     hook = Outer()
-    outer = make_runner(tmp_path / "outer", custom_hooks=[hook], model=lambda: look("model") or Small())
+    outer = make_runner(tmp_path / "outer", custom_hooks=[hook], model=lambda: look("model") or Net())
     newer = make_runner(tmp_path / "newer")
     look("none runs")
     outer.train()
@@ -386,15 +379,6 @@ def test_the_current_ones_are_those_of_the_innermost_run(tmp_path: Path) -> None
     assert seen["inner"] == of(hook.other)
     assert MessageHub.get_instance(outer.experiment_name) is outer.message_hub
     assert Visualizer.check_instance_created(newer.experiment_name)
-
-
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 2)
-
-    def forward(self, index: Any, x: Any, y: Any, mode: str = "tensor") -> Any:
-        return {"loss": nn.functional.cross_entropy(self.linear(x), y)}
 
 
 def test_arguments_that_no_back_end_takes_are_refused() -> None:
