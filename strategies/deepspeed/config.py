@@ -109,7 +109,7 @@ class OffloadParam(Offload):
     _of_files = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
 
     buffer_size: Elements | None = None
-    """Elements of a buffer; None: the largest shard of a parameter, and 1e8 while a model is built in shards."""
+    """Elements of a buffer; None: the largest shard of a parameter."""
     max_in_cpu: Threshold | None = None
     """Elements that stay in host memory; None: 0. DeepSpeed's own default is 1e9, with which files are rarely used."""
 
@@ -444,7 +444,7 @@ class DeepSpeedConfig(StrategyConfig):
     zero_optimization: ZeroOptimization = ZeroOptimization()
     """ZeRO's stage and its details."""
     zero_init: bool = True
-    """Stage 3: shard the parameters of each layer as soon as it is built, so that no process ever holds the whole
+    """Stage 3: build the model without memory and shard one parameter after the other, so that no process ever holds the whole
     model. Has an effect on models given as configuration or function."""
     fp16: Fp16 | None = None
     """Train in float16; not on the CPU."""

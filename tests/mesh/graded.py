@@ -15,7 +15,7 @@ from flextrain import BaseDataPreprocessor, BaseMetric, BaseModel, BaseTTAModel,
 from flextrain.testing.loop import alone
 from flextrain.testing.sessions import whole_model
 
-from .models import VOCABULARY, Mixture, Plain, PlainBlock, sample
+from .models import MATRICES, VOCABULARY, Mixture, Plain, PlainBlock, sample
 
 Data = dict[str, Tensor]
 SAMPLES, EVALUATED, BATCH = 36, 21, 8  # five micro-batches, the last one of half the samples, in windows of two
@@ -146,12 +146,6 @@ def loader(count: int, seed: int, batch_size: int, *, collate: Any = None, shuff
     return dict(batch_size=batch_size, dataset=items, sampler=sampler, collate_fn=collate)
 
 
-MATRICES = {
-    "layers.*.[qkv]": "colwise",
-    "layers.*.out": "rowwise",
-    "layers.*.up": "colwise",
-    "layers.*.down": "rowwise",
-}
 OF_MIXTURES = {rule.replace("*.", "*.attention.", 1): style for rule, style in MATRICES.items()}
 EXPERTS = {"layers.*.experts": "experts"}
 MESH = dict(type="MeshStrategy", device="cpu", timeout_s=60)

@@ -17,6 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Batch = dict[str, Tensor]
+MATRICES = {
+    "layers.*.[qkv]": "colwise",
+    "layers.*.out": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
+"""The plan for the matrices of ``Plain``."""
 VOCABULARY, LENGTH = 64, 16
 
 

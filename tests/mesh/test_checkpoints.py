@@ -20,7 +20,7 @@ from flextrain.testing.loop import train
 from flextrain.testing.sessions import Session, load, save, whole_state
 
 from ..conftest import WorkerFactory
-from .models import sample
+from .models import MATRICES, sample
 from .parity import BATCH, RECIPES, dtype_of, started
 
 pytestmark = pytest.mark.distributed
@@ -29,12 +29,6 @@ RECIPE = RECIPES["accumulate-clip"]
 DONE, MORE = 4, 3
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 EXPERTS = {"layers.*.experts": "experts"}
-MATRICES = {
-    "layers.*.[qkv]": "colwise",
-    "layers.*.out": "rowwise",
-    "layers.*.up": "colwise",
-    "layers.*.down": "rowwise",
-}
 
 
 class Layout(NamedTuple):

@@ -28,13 +28,13 @@ from flextrain.testing.loop import alone, shard, train, windows
 from flextrain.testing.sessions import load, save, whole_model
 
 from .models import LENGTH, VOCABULARY, Batch, Plain, PlainBlock, _exact_loss, of_transformers, sample
+from .models import MATRICES as PLAN
 from .parity import RECIPES, TOLERANCE, compare, data, dtype_of, reference, started
 from .tensor_models import TrainingBlock
 
 pytestmark = pytest.mark.distributed
 
 MESH = dict(type="MeshStrategy")
-PLAN = {"layers.*.[qkv]": "colwise", "layers.*.out": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
 FULL = pytest.mark.full
 
 

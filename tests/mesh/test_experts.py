@@ -17,16 +17,10 @@ from flextrain.strategies.mesh.experts import Dispatch, ExpertParallel, find_sta
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import CheckFailedError
 
-from .models import Experts, Mixture, Plain, build
+from .models import MATRICES, Experts, Mixture, Plain, build
 from .parity import RECIPES, compare
 
 EXPERTS = {"layers.*.experts": "experts"}
-MATRICES = {
-    "layers.*.[qkv]": "colwise",
-    "layers.*.out": "rowwise",
-    "layers.*.up": "colwise",
-    "layers.*.down": "rowwise",
-}
 MESH = dict(type="MeshStrategy")
 FULL = pytest.mark.full
 

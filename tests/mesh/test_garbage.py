@@ -15,12 +15,12 @@ from flextrain.core.comm import collectives as dist
 from flextrain.runner.loops.step import Stepper
 from flextrain.testing import WorkerGroup
 
+from .models import MATRICES as PLAN
 from .models import build
 from .parity import RECIPES, data, dtype_of, started
 
 pytestmark = pytest.mark.distributed
 
-PLAN = {"layers.*.[qkv]": "colwise", "layers.*.out": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
 MESH = dict(type="MeshStrategy")
 CASES = [
     pytest.param(dict(MESH, pp=2), "plain", id="pp2"),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ..conftest import WorkerFactory
-from .models import sample
+from .models import MATRICES, sample
 from .parity import BATCH, RECIPES, compare
 
 pytestmark = pytest.mark.distributed
@@ -39,12 +39,6 @@ MESHES: dict[str, dict[str, int]] = {
     "dp2xpp2xtp2": dict(dp_shard=2, pp=2, tp=2),
     "dp2xcp2xtp2": dict(dp_shard=2, cp=2, tp=2),
     "dp2xtp2xep4": dict(dp_shard=2, tp=2, ep=4),
-}
-MATRICES = {
-    "layers.*.[qkv]": "colwise",
-    "layers.*.out": "rowwise",
-    "layers.*.up": "colwise",
-    "layers.*.down": "rowwise",
 }
 OF_MIXTURES = {f"layers.*.attention.{name.removeprefix('layers.*.')}": style for name, style in MATRICES.items()}
 EXPERTS = {"layers.*.experts": "experts"}

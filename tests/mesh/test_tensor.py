@@ -24,17 +24,12 @@ from flextrain.testing.differences import CheckFailedError
 from flextrain.testing.loop import train
 
 from . import tensor_models as own
+from .models import MATRICES as SEPARATE
 from .models import of_transformers, sample
 from .parity import RECIPES, Recipe, compare, data, started
 
 pytestmark = pytest.mark.distributed
 
-SEPARATE = {
-    "layers.*.[qkv]": "colwise",
-    "layers.*.out": "rowwise",
-    "layers.*.up": "colwise",
-    "layers.*.down": "rowwise",
-}
 VOCABULARY = {"embed": "embedding_rowwise", "head": "colwise"}
 JOINED = {"layers.*.qkv": "packed_colwise:3", "layers.*.out": "rowwise", "layers.*.mlp.0": "colwise"}
 FUSED = {**JOINED, "layers.*.mlp.2": "rowwise"}

@@ -44,20 +44,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (zero(offload_param=dict(device="cpu", max_in_cpu=5)), f'{PARAM}.max_in_cpu: has no effect with device="cpu"'),
     (zero(offload_optimizer=dict(device="nvme", nvme_path="HERE", fast_init=True)), f"{OPTIMIZER}.fast_init: True is not allowed"),
     (zero(offload_optimizer=dict(device="nvme", nvme_path="HERE", ratio=0.5)), f'{OPTIMIZER}.ratio: 0.5 is not allowed with device="nvme"'),
-    (zero(offload_optimizer=dict(device="nvme", nvme_paht="HERE")), f'{OPTIMIZER}.nvme_paht: unknown key, did you mean "nvme_path"?'),
-    (zero(offload_optimizer=dict(device="nvme", nvme_path=3)), f"{OPTIMIZER}.nvme_path: 3 is not allowed"),
-    (zero(offload_optimizer=dict(device="nvme", nvme_path="HERE", buffer_count=0)), f"{OPTIMIZER}.buffer_count: 0 is not allowed, give 1 or more"),
-    (zero(offload_param=dict(device="nvme", nvme_path="HERE", buffer_size=0)), f"{PARAM}.buffer_size: 0 is not allowed, give 1 or more"),
-    (zero(offload_param=dict(device="nvme", nvme_path="HERE", ratio=0.5)), f"{PARAM}.ratio: unknown key"),
-    (zero(offload_optimizer=dict(device="ssd")), f'{OPTIMIZER}.device: "ssd" is not allowed, choose "none", "cpu" or "nvme"'),
     (dict(aio=dict(block_size=2**20)), 'strategy.aio: has no effect without offloading to device="nvme", leave it out'),
-    (dict(aio=dict(blok_size=2**20)), 'strategy.aio.blok_size: unknown key, did you mean "block_size"?'),
     (dict(aio=dict(block_size=1000)), "strategy.aio.block_size: 1000 is not allowed, give a multiple of 512"),
-    (dict(aio=dict(queue_depth=0)), "strategy.aio.queue_depth: 0 is not allowed, give 1 or more"),
-    (dict(aio=dict(intra_op_parallelism=1.5)), "strategy.aio.intra_op_parallelism: 1.5 is not allowed, give an integer"),
-    (dict(aio=dict(single_submit=1)), "strategy.aio.single_submit: 1 is not allowed, give True or False"),
     (dict(aio=dict(use_gds=True)), "strategy.aio.use_gds: True is not allowed"),
-    (dict(aio=3), "strategy.aio: 3 is not allowed, give a dict"),
 ]  # fmt: skip
 
 
