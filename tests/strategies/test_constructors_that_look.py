@@ -110,6 +110,7 @@ def made(spec: dict[str, Any], kind: type[nn.Module], rank: int) -> Any:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("flextrain").addHandler(handler)
+    logging.getLogger("flextrain").setLevel("INFO")  # an earlier run in this process may have asked for errors only
     try:
         model: Any = build_model(kind, None, strategy, for_training=True)
         strategy.setup(model, OptimWrapper(dict(type="SGD", lr=0.1)))
