@@ -56,7 +56,7 @@ class ModelWithoutMemory:
             self.context.take_values(model, keeps=dist.is_main())
             return model
 
-        return constructed(without, whole, device, local_rank)[0]
+        return constructed(without, whole, device, local_rank)
 
     def building(
         self, model: nn.Module | None, draws: Tensor | None, otherwise: Callable[[], AbstractContextManager[Any]]

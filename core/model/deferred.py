@@ -621,7 +621,7 @@ _logger = logging.getLogger("flextrain")
 
 def constructed(
     without: Callable[[], nn.Module], whole: Callable[[], nn.Module], device: torch.device, local_rank: int
-) -> tuple[nn.Module, bool]:
+) -> nn.Module:
     """Return the model that ``without`` builds, or if it raises LooksAtValues, that of ``whole``; a collective.
 
     For the latter the random generators of Python, NumPy, torch and the device are those of rank 0 before. The processes of a
@@ -631,9 +631,6 @@ def constructed(
         without: builds without memory for all parameters.
         whole: builds with memory.
         local_rank: of this process on its machine.
-
-    Returns:
-        The model, and whether ``whole`` has built it.
     """
     state, looks, model = rng_state(device), "", None
     try:
@@ -642,7 +639,7 @@ def constructed(
         looks = str(found)
     if not any(dist.all_gather_object(bool(looks))):
         assert model is not None
-        return model, False
+        return model
     del model
     _logger.warning(
         f"model: is built with memory, because it looks at values of its parameters while it is built ({looks}); the processes of "
@@ -653,7 +650,7 @@ def constructed(
     found_model = _in_turn(whole, local_rank)
     if state != first:
         load_rng_state(state, device)
-    return found_model, True
+    return found_model
 
 
 def _in_turn(whole: Callable[[], nn.Module], local_rank: int) -> nn.Module:

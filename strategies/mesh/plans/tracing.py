@@ -488,11 +488,6 @@ def _log_softmax(recorder: Recorder, given: Given, out: Tensor) -> None:
     recorder.set(out, labels)
 
 
-@_rule("nll_loss_forward", "nll_loss2d_forward")
-def _nll_loss(recorder: Recorder, given: Given, out: Any) -> None:
-    pass  # of the classes, which ``_log_softmax`` has marked
-
-
 @_rule("mean", "sum", "amax", "amin", "var", "std", "var_mean", "std_mean", "argmax", "argmin", "logsumexp", "prod",
        "linalg_vector_norm", "any", "all", "max", "min")  # fmt: skip
 def _reduce(recorder: Recorder, given: Given, out: Any) -> None:
@@ -525,9 +520,18 @@ def _elementwise(recorder: Recorder, given: Given, out: Any) -> None:
     recorder.elementwise(inputs, list(out) if isinstance(out, (list, tuple)) else [out])
 
 
-@_rule("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
-def _like(recorder: Recorder, given: Given, out: Tensor) -> None:
-    pass  # of the same shape, but of other values: whatever is combined with it decides
+@_rule(
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "nll_loss_forward",
+    "nll_loss2d_forward",
+)
+def _of_others(recorder: Recorder, given: Given, out: Any) -> None:
+    pass  # of the same shape, but of other values: what is combined with it decides; or of classes that _log_softmax has marked
 
 
 @_rule("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
