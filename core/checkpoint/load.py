@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..base.errors import CheckpointError, counted
@@ -83,35 +82,17 @@ def _reads(key: str, tensor: Tensor, entry: SavedTensor) -> Iterator[_Read]:
             yield _Read(chunk, DTYPES[entry.dtype], begins, target)
 
 
-# Open the files of a checkpoint, or safetensors files of any origin, to read parts of tensors.
+# Open safetensors files, those of a checkpoint or of any origin, to read parts of tensors.
 
 
 def checkpoint_source(folder: Path) -> Source:
-    """A source of the checkpoint files in ``folder`` (local or remote) that reads directly into tensors."""
+    """A source of the files in ``folder`` (local or remote) that reads directly into tensors."""
 
     @contextmanager
     def source(file: str) -> Iterator[Fetch]:
         path = folder / file
         with path.open("rb", buffering=0) if is_local(path) else path.open("rb") as opened:
             yield SafetensorsFile(path, opened)
-
-    return source
-
-
-def mapped_source(folder: Path) -> Source:
-    """A source of safetensors files of any origin in ``folder``, mapped by the safetensors package."""
-
-    @contextmanager
-    def source(file: str) -> Iterator[Fetch]:
-        try:
-            with safe_open(folder / file, framework="pt") as opened:
-                # get_slice does not work for a 0-dim tensor.
-                yield Fetch(
-                    folder / file,
-                    lambda name, slices: opened.get_slice(name)[slices] if slices else opened.get_tensor(name),
-                )
-        except SafetensorError as error:
-            raise CheckpointError(f"{folder / file}: is damaged, {error}") from None
 
     return source
 
@@ -388,7 +369,7 @@ def _read_texts(path: Path) -> tuple[bytes, bytes]:
 # Read whole tensors of a checkpoint, one after the other, in one process.
 
 
-# Mapped files stay in memory as far as they were read, until they are closed.
+# Mapped files of other programs stay in memory as far as they were read, until they are closed.
 _CLOSE_AFTER_BYTES = 8 * 2**20
 
 

@@ -1,7 +1,7 @@
 """Write safetensors files tensor by tensor, and read parts of them directly into tensors.
 
 The safetensors package needs all tensors of a file in memory to write it. It maps files to read them, which takes the
-memory twice, and remote files cannot be mapped.
+memory twice, and remote files cannot be mapped. Files of other programs are read here too.
 
 A complex tensor is stored as ``torch.view_as_real`` shows it, with a last dimension of 2, because the format has only one
 complex dtype and older readers not even that. The metadata's ``complex`` names these tensors, as a list in JSON.
@@ -26,7 +26,7 @@ from ..base.errors import CheckpointError
 from ..base.events import heartbeat
 from ..base.tensors import DTYPE_NAMES, DTYPES, PAIRS, as_stored
 from .directory import check_length, write_file
-from .manifest import FileEntry
+from .manifest import FileEntry, known_dtype
 from .untrusted import MAX_JSON_BYTES, one_line
 
 # Read parts of tensors from an open file.
@@ -162,12 +162,15 @@ class SafetensorsFile(Fetch):
                 name: self._entry(name, entry, begin + 8 + length, size, name in pairs)
                 for name, entry in header.items()
             }
+            spans = sorted(tuple(entry["data_offsets"]) for entry in header.values())
+            if any(end != begin for (_, end), (begin, _) in itertools.pairwise([(0, 0), *spans])):
+                raise ValueError("its tensors do not follow each other")
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path}: is damaged, its header is not valid, {one_line(error)}") from None
 
     @staticmethod
     def _entry(name: str, entry: dict[str, Any], data: int, size: int, is_complex: bool) -> _Entry:
-        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+        dtype, shape = DTYPES[known_dtype(entry["dtype"])], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
             raise ValueError("a size or offset is not valid")

@@ -229,8 +229,7 @@ def load_foreign(folder: Path, strategy: dict[str, Any], path: Path) -> State:
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("strategy", ["fsdp", "zero2", "zero3"])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage, strategy", [(2, "zero3"), (3, "fsdp")])
 def test_deepspeeds_checkpoint_under_other_strategies(
     workers2: WorkerGroup, tmp_path: Path, stage: int, strategy: str
 ) -> None:

@@ -98,12 +98,6 @@ def test_processes_share_the_cpu() -> None:
     assert select_device(DEVICES["cpu"], 5) == torch.device("cpu")
 
 
-def test_groups_of_accelerators_carry_cpu_tensors_too() -> None:
-    assert DEVICES["cpu"].group_backend == "gloo"
-    assert DEVICES["cuda"].group_backend == "cpu:gloo,cuda:nccl"
-    assert DEVICES["npu"].group_backend == "cpu:gloo,npu:hccl"
-
-
 @pytest.mark.parametrize(
     ("device", "asked", "complete"),
     [
@@ -115,6 +109,8 @@ def test_groups_of_accelerators_carry_cpu_tensors_too() -> None:
         ("cuda", "cuda:nccl, cpu:mpi", "cuda:nccl, cpu:mpi"),
         ("cuda", "gloo", "gloo"),
         ("cuda", "mpi", "mpi"),
+        ("npu", None, "cpu:gloo,npu:hccl"),
+        ("cpu", None, "gloo"),
         ("npu", "hccl", "cpu:gloo,npu:hccl"),  # torch_npu tells torch of it, at its import
         ("npu", "npu:hccl", "cpu:gloo,npu:hccl"),
         ("xpu", "xccl", "cpu:gloo,xpu:xccl"),
@@ -319,14 +315,3 @@ def test_memory_of_the_cpu_is_the_peak_of_the_process() -> None:
     status = Path("/proc/self/status").read_text()
     peak_kib = int(status.partition("VmHWM:")[2].split()[0])
     assert memory_mb(torch.device("cpu")) == pytest.approx(peak_kib / 1024, rel=0.05)
-
-
-def test_the_cpu_has_nothing_to_wait_for_or_to_give_back() -> None:
-    library.synchronize(torch.device("cpu"))
-    library.empty_cache(torch.device("cpu"))
-
-
-def test_spec_is_plain_data() -> None:
-    spec = DeviceSpec("abc", "abccl", package="torch_abc")
-    assert not spec.is_available()
-    assert spec.group_backend == "cpu:gloo,abc:abccl"

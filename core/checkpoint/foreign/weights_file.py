@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pydantic
-from safetensors import SafetensorError, safe_open
 
 from ...base.errors import CheckpointError
 from ...base.json_values import add_to, pack
 from ...base.tensors import DTYPE_NAMES, DTYPES
 from ...model.module_state import EXTRA, module_of
-from ..load import Checkpoint, mapped_source
+from ..load import Checkpoint, checkpoint_source
 from ..manifest import StoredChunk, TensorEntry
-from ..safetensors_file import Fetch
+from ..safetensors_file import Fetch, SafetensorsFile
 from ..untrusted import one_line, read_json, sibling
 from .torch_files import StoredTensor, TorchFile
 
@@ -100,18 +99,13 @@ def open_file(path: Path) -> Checkpoint:
 
 
 def _open_safetensors(path: Path) -> Checkpoint:
+    source = checkpoint_source(path.parent)
     try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-            entries = {
-                MODEL + name: whole(path, name, stored.get_dtype(), tuple(stored.get_shape()))
-                for name, stored in slices.items()
-            }
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: is no safetensors file, {error}") from None
+        with source(path.name) as file:
+            stored = cast(SafetensorsFile, file).tensors
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read, {error}") from None
-    source = mapped_source(path.parent)
+        raise CheckpointError(f"{path}: cannot be read, {error.strerror or error}") from None
+    entries = {MODEL + name: whole(path, name, DTYPE_NAMES[dtype], shape) for name, (dtype, shape) in stored.items()}
     return Checkpoint(path, entries, {}, lambda _: source(path.name), origin="safetensors")
 
 
