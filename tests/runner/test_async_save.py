@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -12,12 +13,14 @@ import pytest
 import torch
 
 from flextrain.core.base.errors import CheckpointError
-from flextrain.core.checkpoint import Checkpoint, find_latest, is_checkpoint
+from flextrain.core.checkpoint import Checkpoint, find_latest, is_checkpoint, save_in_background
 from flextrain.core.checkpoint import save as saving
+from flextrain.runner.health import monitor as last_words
 from flextrain.runner.hooks import Hook
 from flextrain.strategies.parts import check_replicas
 from flextrain.testing import WorkerGroup
 
+from ..waiting import wait_until
 from .training import Watch, make_runner, whole_state
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -187,3 +190,43 @@ def compared_while_saving(folder: str) -> list[int]:
 @pytest.mark.distributed
 def test_messages_of_training_and_of_a_save_are_not_mixed_up(workers2: WorkerGroup, tmp_path: Path) -> None:
     assert workers2.run(compared_while_saving, str(tmp_path)) == [[1, 2, 3]] * 2
+
+
+# The last words of a process that a thread ends
+
+
+def test_a_save_in_the_background_ends_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    goes_on, write = threading.Event(), saving.write_shard
+
+    def write_late(*args: Any) -> Any:
+        goes_on.wait()
+        return write(*args)
+
+    monkeypatch.setattr(saving, "write_shard", write_late)
+    pending = save_in_background(tmp_path / "iter_1", {"a": torch.zeros(3)})
+    leaving = threading.Thread(target=last_words.leave, args=(75,))
+    leaving.start()
+    leaving.join(1.2)
+    assert statuses == [], "the save has not ended"
+    goes_on.set()
+    leaving.join()
+    assert (statuses, pending.is_done()) == ([75], True)
+    assert pending.wait().is_dir()
+
+
+def test_a_log_that_is_stuck_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the main thread is killed while it writes: its lock is never released."""
+    monkeypatch.setattr(last_words, "_LOGGING_S", 0.05)
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    handler = logging.StreamHandler()
+    monkeypatch.setattr(logging.getLogger("flextrain"), "handlers", [handler])
+    handler.acquire()
+    leaving = threading.Thread(target=last_words.leave, args=(143,))
+    leaving.start()
+    wait_until(lambda: statuses)
+    assert statuses == [143]
+    handler.release()
+    leaving.join()

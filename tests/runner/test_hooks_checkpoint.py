@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable
@@ -10,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from flextrain import BaseMetric, CheckpointError, ConfigError, FlexibleRunner, Hook
+from flextrain import CheckpointError, ConfigError, FlexibleRunner, Hook
 from flextrain.runner.hooks import CheckpointHook
 from flextrain.runner.hooks.checkpoint import BestScores
 from flextrain.testing import WorkerGroup
 
-from .training import make_runner, refuses
+from .conftest import make_run
+from .training import log_lines, make_runner, refuses
 
 Hooks = dict[str, Any]
 
@@ -107,13 +107,10 @@ def test_checkpoints_of_another_run_are_not_replaced_without_a_word(
     ],
     ids=str,
 )
-def test_the_log_says_when_it_saves(
-    runner: Any, caplog: pytest.LogCaptureFixture, options: dict[str, Any], when: str
-) -> None:
-    runner.logger.addHandler(caplog.handler)
-    Stage(runner, **options)
-    assert f"Checkpoints will be saved to {runner.work_dir}{when}\n" in caplog.text
-    runner.logger.removeHandler(caplog.handler)
+def test_the_log_says_when_it_saves(runner: Any, options: dict[str, Any], when: str) -> None:
+    with log_lines(logging.INFO) as lines:
+        Stage(runner, **options)
+    assert f"Checkpoints will be saved to {runner.work_dir}{when}" in lines
 
 
 @pytest.mark.parametrize(
@@ -427,38 +424,10 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 def _train_together(folder: str, resume: bool, scores: list[float]) -> tuple[list[str], list[str]]:
     """What this rank had saved, and what is left, of a run on all processes."""
     asked: list[str] = []
-    torch.manual_seed(0)
-    loader = {
-        "batch_size": 4,
-        "dataset": [(torch.randn(4), torch.randn(1)) for _ in range(16)],
-        "sampler": {"type": "DefaultSampler", "shuffle": False},
-        "collate_fn": {"type": "default_collate"},
-    }
-
-    class Score(BaseMetric):
-        def process(self, data_batch: Any, data_samples: Any) -> None:
-            self.results.append(0)
-
-        def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
-            return {"accuracy": scores.pop(0)}
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 1)
-
-        def forward(self, inputs: Any, targets: Any) -> dict[str, Any]:
-            return {"loss": nn.functional.mse_loss(self.linear(inputs), targets)}
-
-    run = FlexibleRunner(
-        model=Model(),
-        work_dir=folder,
-        train_dataloader=loader,
-        optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.01}},
+    run = make_run(
+        Path(folder),
+        scores,
         train_cfg={"by_epoch": True, "max_epochs": 5 if resume else 3},
-        val_dataloader=loader,
-        val_cfg={},
-        val_evaluator=Score(),
         default_hooks=with_checkpoints(interval=1, max_keep_ckpts=2, save_best="accuracy"),
         custom_hooks=[{"type": "EMAHook"}],
         resume=resume,

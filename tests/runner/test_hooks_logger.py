@@ -21,6 +21,8 @@ from flextrain.runner.hooks import logger as line_queue
 from flextrain.runner.reporting import LogProcessor, Reporter
 from flextrain.testing import WorkerGroup
 
+from .conftest import make_run
+
 
 def logged_at(hook: LoggerHook, runner: Any, epochs: int = 1) -> list[int]:
     """The iterations, counted from 1, that get a line."""
@@ -252,32 +254,14 @@ def _losses_in_log_lines(folder: str) -> tuple[list[float], list[float]]:
         def _report(self, runner: Any, record: dict[str, Any], step: int, mode: str) -> None:
             seen.append(record["loss"])
 
-    torch.manual_seed(0)
-    data = [(torch.randn(4), torch.randn(1)) for _ in range(40)]
-
-    class Regression(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = torch.nn.Linear(4, 1)
-
-        def forward(self, inputs: Any, targets: Any) -> dict[str, Any]:
-            return {"loss": torch.nn.functional.mse_loss(self.linear(inputs), targets)}
-
-    run = FlexibleRunner(
-        model=Regression(),
-        work_dir=folder,
-        train_dataloader={
-            "batch_size": 4,
-            "dataset": data,
-            "sampler": {"type": "DefaultSampler", "shuffle": True},
-            "collate_fn": {"type": "default_collate"},
-        },
-        optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.01}},
+    run = make_run(
+        Path(folder),
         train_cfg={"by_epoch": True, "max_epochs": 2},
         default_hooks={"logger": Watch(interval=2, ignore_last=False), "checkpoint": None},
         log_processor={"window_size": 3},
         randomness={"seed": rank},
         launcher="pytorch",
+        **dict.fromkeys(("val_dataloader", "val_cfg", "val_evaluator")),
     )
     run.train()
     run.strategy.leave()
