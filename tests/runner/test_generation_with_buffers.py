@@ -1,4 +1,4 @@
-"""Text of models with running statistics, counters and tied or frozen weights: evaluation's, and training that goes on."""
+"""Text of models with running statistics, counters and tied or frozen weights, also amid updates; training goes on the same."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from flextrain import BaseMetric, FlexibleRunner, Hook
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import alone
+
+from .training import DDP, whole, zero
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick")]
 FULL = pytest.mark.full
@@ -101,21 +103,17 @@ class Generates(Hook):
         self.losses.append(float(runner.strategy.topology.data.mean(outputs["loss"].clone())))
         if self.asks:
             module = runner.strategy.module
-            before = {name: plain(buffer).clone() for name, buffer in module.named_buffers()}
+            before = {name: whole(buffer).clone() for name, buffer in module.named_buffers()}
             state = torch.get_rng_state()
             self.texts.append(text_of(runner))
             assert torch.equal(torch.get_rng_state(), state)
             assert dict(module.named_buffers()).keys() == before.keys()
             for name, buffer in module.named_buffers():
-                assert torch.equal(plain(buffer), before[name]), name
+                assert torch.equal(whole(buffer), before[name]), name
 
     def after_val_epoch(self, runner: Any, metrics: dict[str, Any] | None = None) -> None:
         assert metrics is not None
         self.metrics.append(metrics["texts"])
-
-
-def plain(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
 
 
 def text_of(runner: FlexibleRunner, by_layer: bool = False) -> list[Any]:
@@ -174,10 +172,10 @@ def loaded(folder: str, path: str) -> list[Any]:
 
 STRATEGIES = {
     "ddp": (2, dict(type="DDPStrategy", model_wrapper=dict(broadcast_buffers=False))),
-    "ddp that broadcasts": (2, dict(type="DDPStrategy")),
+    "ddp that broadcasts": (2, DDP),
     "fsdp": (2, dict(type="FSDPStrategy", wrap="blocks")),
-    "zero2": (2, dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=2))),
-    "zero3": (2, dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=3, stage3_param_persistence_threshold=0))),
+    "zero2": (2, zero(2)),
+    "zero3": (2, zero(3, stage3_param_persistence_threshold=0)),
     "pp2 dp2": (4, dict(type="MeshStrategy", pp=2, dp_shard=2, wrap="blocks")),
     "pp2 replicas": (4, dict(type="MeshStrategy", pp=2, dp_replicate=2)),
     "tp2 dp2": (4, dict(type="MeshStrategy", tp=2, dp_shard=2, plan={"layers.*.linear": "colwise_gather_output"})),
@@ -203,3 +201,108 @@ def test_replicas_with_different_statistics_write_what_a_checkpoint_of_them_writ
         assert found["last"] == other["last"] == found["by_layer"]
     (expected,) = workers(1).run(loaded, str(tmp_path / "one"), asked[0]["path"])
     assert asked[0]["last"] == expected
+
+
+# Between the micro-batches of an update, beside a teacher, and in half precision
+
+
+class Plain(Walker):
+    """Without batch normalisation in training mode, so that one device computes the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.norm = nn.LayerNorm(6)  # type: ignore[union-attr,assignment]
+
+
+class Interrupted(Plain):
+    """Generates between micro-batches, in its own train_step."""
+
+    runner: Any = None
+    texts: list[Any] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(
+            self.head.weight.detach().clone()
+        )  # the parts that train_step calls share nothing
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> Any:
+        with optim_wrapper.optim_context(self):
+            loss = self(**data)["loss"]
+        if self.runner is not None:
+            self.texts.append(text_of(self.runner))
+        optim_wrapper.update_params(loss)
+        if self.runner is not None:
+            self.texts.append(text_of(self.runner))
+        return {"loss": loss}
+
+
+class Follows(nn.Module):
+    """A student and its teacher; the teacher generates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = Plain(), Plain()
+        self.teacher.requires_grad_(False)
+
+    def forward(self, ids: Tensor, mode: str = "loss") -> Any:
+        with torch.no_grad():
+            wanted = self.teacher(ids, mode="tensor")
+        found = self.student(ids)
+        found["loss"] = found["loss"] + (self.student(ids, mode="tensor") - wanted).square().mean()
+        return found
+
+    def generate(self, ids: Tensor, **options: Any) -> Tensor:
+        return torch.cat([self.teacher.generate(ids, **options), self.student.generate(ids, **options)], 1)
+
+
+def trains(folder: str, strategy: dict[str, Any], kind: str, asks: bool) -> Any:
+    hook = Generates(asks)
+    hooks: list[Any] = [hook]
+    wrapper: dict[str, Any] = dict(optimizer=dict(type="AdamW", lr=0.02), accumulative_counts=3)
+    if kind == "teacher":
+        hooks.append(dict(type="TeacherHook", student="student", teacher="teacher", momentum=0.2))
+    if kind == "bf16":
+        wrapper |= dict(type="AmpOptimWrapper", dtype="bfloat16")
+    model = {"teacher": Follows, "interrupted": Interrupted, "bf16": Plain}[kind]
+    nothing = dict.fromkeys(("val_dataloader", "val_cfg", "val_evaluator"))
+    runner = make(f"{folder}/{asks}", strategy, model=model, optim_wrapper=wrapper, custom_hooks=hooks, **nothing)
+    Interrupted.runner, Interrupted.texts = runner if asks else None, []
+    try:
+        runner.train()
+    finally:
+        Interrupted.runner = None
+    weights = {name: local(p).clone() for name, p in runner.strategy.parameters()}
+    runner.close()
+    return hook.losses, weights, hook.texts, Interrupted.texts
+
+
+def local(tensor: Any) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+
+
+ZERO2 = zero(2)
+ZERO3 = zero(3, stage3_param_persistence_threshold=0)
+BLOCKS = dict(type="FSDPStrategy", wrap="blocks")
+
+
+@pytest.mark.parametrize("kind", ["interrupted", pytest.param("teacher", marks=FULL), pytest.param("bf16", marks=FULL)])
+@pytest.mark.parametrize(
+    "strategy",
+    [BLOCKS, *(pytest.param(s, marks=FULL) for s in (DDP, ZERO2, ZERO3))],
+    ids=["fsdp", "ddp", "zero2", "zero3"],
+)
+def test_training_goes_on_the_same(workers2: WorkerGroup, tmp_path: Path, strategy: dict[str, Any], kind: str) -> None:
+    if kind == "interrupted" and strategy in (ZERO2, ZERO3):
+        pytest.skip("DeepSpeed's engine trains no model with a train_step of its own")
+    asked = workers2.run(trains, str(tmp_path), strategy, kind, True)
+    undisturbed = workers2.run(trains, str(tmp_path), strategy, kind, False)
+    for found, other in zip(asked, undisturbed, strict=True):
+        assert found[0] == other[0]
+        for name, weight in other[1].items():
+            assert torch.equal(found[1][name], weight), name
+    assert asked[0][2:] == asked[1][2:]
+    written = asked[0][3] if kind == "interrupted" else asked[0][2]
+    assert written[0] != written[-1]
