@@ -57,45 +57,6 @@ def test_an_error_of_one_rank_is_the_reason_of_the_others(tmp_path: Path, worker
     assert [event["rank"] for event in read_events(tmp_path) if event["event"] == "failed"] == [1]
 
 
-def test_a_killed_rank_is_named_by_the_others(tmp_path: Path, workers1: WorkerGroup) -> None:
-    first, second = outcomes(tmp_path, workers1, "kill")
-    assert (first.status, second.status) == (1, -9), second.output
-    assert "has ended without a word: killed" in line(first, "Failed because rank 1 (process ")
-
-
-@pytest.mark.full
-def test_a_stopped_rank_is_named(tmp_path: Path, workers1: WorkerGroup) -> None:
-    first, second = outcomes(tmp_path, workers1, "stop")
-    assert (first.status, second.status) == (75, None)
-    assert "is stopped (SIGSTOP)" in line(first, "The run stands still for 2 s: rank 1 (process ")
-
-
-@pytest.mark.full
-def test_a_stopped_rank_0_which_keeps_the_store_is_named(tmp_path: Path, workers1: WorkerGroup) -> None:
-    first, second = outcomes(tmp_path, workers1, "stop0")
-    assert (first.status, second.status) == (None, 75)
-    assert "rank 0 or its machine, which keep the job's store, have not answered" in line(
-        second, "The run stands still"
-    )
-
-
-@pytest.mark.full
-def test_a_stopped_rank_0_is_named_where_the_launcher_keeps_the_store(tmp_path: Path, workers1: WorkerGroup) -> None:
-    """Rank 0 gathers the signs of life; another rank does it in its place."""
-    first, second = outcomes(tmp_path, workers1, "store_apart_stop0")
-    assert (first.status, second.status) == (None, 75)
-    found = line(second, "The run stands still for ")
-    assert "rank 0 (process " in found
-    assert "is stopped (SIGSTOP)" in found
-
-
-@pytest.mark.full
-def test_a_killed_rank_0_which_keeps_the_store_is_named(tmp_path: Path, workers1: WorkerGroup) -> None:
-    first, second = outcomes(tmp_path, workers1, "kill0")
-    assert (first.status, second.status) == (-9, 1)
-    assert "has ended without a word: killed" in line(second, "Failed because rank 0 (process ")
-
-
 @pytest.mark.full
 def test_a_store_that_is_stopped_is_named(tmp_path: Path, workers1: WorkerGroup) -> None:
     """The store is in a process of its own, as under torchrun."""
@@ -165,24 +126,38 @@ def test_a_hang_in_validation_is_named(tmp_path: Path, workers1: WorkerGroup) ->
         assert where in line(outcome, "The run stands still for")
 
 
-@pytest.mark.full
+REASON = f"rank 1 failed: ValueError: {ITS_OWN}"
+# (what goes wrong, how rank 0 and rank 1 end, how a line of the one that can still speak begins, what else it says)
+ENDS = [
+    ("kill", 1, -9, "Failed because rank 1 (process ", "has ended without a word: killed"),
+    # Rank 0 keeps the store.
+    ("kill0", -9, 1, "Failed because rank 0 (process ", "has ended without a word: killed"),
+    ("stop", 75, None, "The run stands still for 2 s: rank 1 (process ", "is stopped (SIGSTOP)"),
+    ("stop0", None, 75, "The run stands still", "rank 0 or its machine, which keep the job's store, have not answered"),
+    # The launcher keeps the store: rank 0 gathers the signs of life, and another rank does it in its place.
+    ("store_apart_stop0", None, 75, "The run stands still for ", "rank 0 (process "),
+    ("raise0", 1, 1, f"Failed because rank 0 failed: ValueError: {ITS_OWN}", ""),
+    ("validation_raises", 1, 1, f"Failed because {REASON}", ""),
+    ("on_exception", 1, 1, f"Failed because {REASON}", ""),
+    ("build", 1, 1, "Failed because rank 1 failed: ValueError: cannot be built here", ""),
+    ("exit", 1, 3, "Failed because rank 1 ended by sys.exit(3)", ""),
+    ("exit_well", 1, 0, "Failed because rank 1 ended by sys.exit(0)", ""),
+    ("unnoticed", 1, 1, f"Failed because {REASON}", ""),
+]
+
+
 @pytest.mark.parametrize(
-    ("fault", "status", "said"),
-    [
-        ("validation_raises", 1, "rank 1 failed: ValueError: a fault of its own"),
-        ("on_exception", 1, "rank 1 failed: ValueError: a fault of its own"),
-        ("build", 1, "rank 1 failed: ValueError: cannot be built here"),
-        ("exit", 3, "rank 1 ended by sys.exit(3)"),
-        ("exit_well", 0, "rank 1 ended by sys.exit(0)"),
-        ("unnoticed", 1, "rank 1 failed: ValueError: a fault of its own"),
-    ],
+    ("fault", "first", "second", "begins", "says"),
+    [pytest.param(*row, id=row[0], marks=() if row[0] == "kill" else pytest.mark.full) for row in ENDS],
 )
-def test_the_reason_of_one_rank_is_that_of_all(
-    fault: str, status: int, said: str, tmp_path: Path, workers1: WorkerGroup
+def test_the_end_of_one_rank_is_named_by_the_other(
+    fault: str, first: int | None, second: int | None, begins: str, says: str, tmp_path: Path, workers1: WorkerGroup
 ) -> None:
-    first, second = outcomes(tmp_path, workers1, fault)
-    assert (first.status, second.status) == (1, status)
-    line(first, f"Failed because {said}")
+    found = outcomes(tmp_path, workers1, fault)
+    assert (found[0].status, found[1].status) == (first, second), found[1].output
+    said = line(found[1 if fault.endswith("0") else 0], begins)
+    assert says in said
+    assert fault != "store_apart_stop0" or "is stopped (SIGSTOP)" in said
 
 
 @pytest.mark.full
@@ -193,10 +168,3 @@ def test_averages_leave_the_model_without_a_collective_if_one_rank_fails(tmp_pat
     assert (first.status, second.status) == (1, 1), first.output + second.output
     line(first, f"Failed because rank 1 failed: ValueError: {ITS_OWN}")
     assert "EMAHook.on_exception" not in first.output + second.output
-
-
-@pytest.mark.full
-def test_an_error_of_rank_0_is_told_before_its_store_ends(tmp_path: Path, workers1: WorkerGroup) -> None:
-    first, second = outcomes(tmp_path, workers1, "raise0")
-    assert (first.status, second.status) == (1, 1)
-    line(second, f"Failed because rank 0 failed: ValueError: {ITS_OWN}")

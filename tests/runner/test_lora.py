@@ -233,6 +233,13 @@ def test_advice_to_leave_frozen_parameters_out(tmp_path: Path, given: bool | Non
 # From a folder of transformers
 
 
+def save_base_folder(folder: Path) -> None:
+    """The base as a file, and as a folder of transformers."""
+    model = llama()
+    model.load_state_dict(save_base(folder / "base.pth"))
+    model.save_pretrained(folder / "folder")
+
+
 def from_folder(folder: Path, strategy: str, lora: dict[str, Any]) -> tuple[list[float], Any]:
     model = dict(type="transformers:AutoModelForCausalLM", pretrained=str(folder.parent / "folder"))
     return adapted(folder, strategy, 1, model=model, transforms=[lora])
@@ -240,10 +247,7 @@ def from_folder(folder: Path, strategy: str, lora: dict[str, Any]) -> tuple[list
 
 @pytest.mark.parametrize("copies", [[], ["lm_head"]])
 def test_adapters_on_a_model_from_a_folder(tmp_path: Path, copies: list[str]) -> None:
-    state = save_base(tmp_path / "base.pth")
-    model = llama()
-    model.load_state_dict(state)
-    model.save_pretrained(tmp_path / "folder")
+    save_base_folder(tmp_path)
     lora = {**LORA, "modules_to_save": copies or None}
     expected, _ = from_base(tmp_path / "base", "single", transforms=[lora])
     found, _ = from_folder(tmp_path / "single", "single", lora)
@@ -254,10 +258,7 @@ def test_adapters_on_a_model_from_a_folder(tmp_path: Path, copies: list[str]) ->
 @pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["fsdp", "tp2", "ddp", pytest.param("zero3", marks=pytest.mark.deepspeed)])
 def test_adapters_on_a_divided_model_from_a_folder(tmp_path: Path, workers2: WorkerGroup, strategy: str) -> None:
-    state = save_base(tmp_path / "base.pth")
-    model = llama()
-    model.load_state_dict(state)
-    model.save_pretrained(tmp_path / "folder")
+    save_base_folder(tmp_path)
     lora = {**LORA, "modules_to_save": ["lm_head"]}
     expected, _ = from_base(tmp_path / "base", "single", transforms=[lora])
     assert means(workers2.run(from_folder, tmp_path / strategy, strategy, lora)) == pytest.approx(
