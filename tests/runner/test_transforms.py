@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from flextrain import TRANSFORMS, BaseModel, ConfigError, FlexibleRunner, StrategyError
 from flextrain.cli import main
+from flextrain.runner.transforms.torchao import _Layers as Layers
 from flextrain.testing import WorkerGroup
 from flextrain.testing.sessions import whole_model
 
@@ -495,6 +496,19 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, number: int) -> None:
         changed_run(tmp_path, "single", transforms).model  # noqa: B018 - builds it
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_layers_are_chosen_by_their_names_or_those_of_modules_around_them() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    chosen = {
+        ("0", "0.1"): ["0.0"],
+        ("*.1", None): ["0.1"],
+        (None, "0"): ["1"],
+    }
+    for (patterns, but), names in chosen.items():
+        assert list(Layers(patterns, but, "transforms[0]").of(model)) == names
+    with pytest.raises(ConfigError, match=r"^transforms\[0\]: the model has no linear layer to change$"):
+        Layers(None, "*", "transforms[0]").of(model)
 
 
 def test_float8_needs_a_gpu_that_has_it(tmp_path: Path) -> None:
