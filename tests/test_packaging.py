@@ -105,7 +105,10 @@ def test_public_names_load_no_optional_package(tmp_path: Path) -> None:
 
 MODULES_OF_ONE_DEVICE = 171
 """Modules of flextrain that a script on one device imports; the number only falls."""
+READ_ON_ONE_DEVICE = dict(functions=900, files=90, lines=9000)
+"""What a reader of such a script has to follow: functions that run from the runner on, their files and lines. They only fall."""
 ONE_DEVICE = """
+import sys
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from flextrain import BaseModel, FlexibleRunner
@@ -117,9 +120,19 @@ class Net(BaseModel):
         return dict(loss=self.layer(x).mean())
 data = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
 optim = dict(optimizer=dict(type="SGD", lr=0.1))
-with FlexibleRunner(model=Net(), work_dir="work", train_dataloader=data, optim_wrapper=optim, train_cfg=dict(max_epochs=1)) as runner:
+seen = set()
+def note(frame, event, _):
+    code = frame.f_code
+    if event == "call" and code.co_name[0] != "<" and str(frame.f_globals.get("__name__")).startswith("flextrain."):
+        seen.add(code)
+def length(code):
+    return max(line for *_, line in code.co_lines() if line) - code.co_firstlineno + 1
+sys.setprofile(note)
+with FlexibleRunner(model=Net, work_dir="work", train_dataloader=data, optim_wrapper=optim, train_cfg=dict(max_epochs=1)) as runner:
     runner.train()
-import sys
+    sys.setprofile(None)
+seen = {code for code in seen if code.co_filename[0] != "<"}  # methods of dataclasses have no lines
+print("READ", len(seen), len({code.co_filename for code in seen}), sum(map(length, seen)))
 print("IMPORTED", *(name for name in sys.modules if name.startswith("flextrain.") or name in WATCHED))
 """
 
@@ -136,6 +149,9 @@ def test_a_script_on_one_device_imports_what_it_needs(tmp_path: Path) -> None:
     unused = (*(f"flextrain.{folder}" for folder in folders), *watched)
     assert [name for name in names if f"{name}.".startswith(tuple(f"{each}." for each in unused))] == []
     assert len(names) + 1 <= MODULES_OF_ONE_DEVICE  # and flextrain itself
+    figures = done.stdout.rpartition("READ ")[2].partition("\n")[0].split()
+    found = dict(zip(READ_ON_ONE_DEVICE, map(int, figures), strict=True))
+    assert {name: number for name, number in found.items() if number > READ_ON_ONE_DEVICE[name]} == {}
 
 
 def test_unknown_name() -> None:

@@ -341,7 +341,7 @@ def roll_call(call: str, timeout_s: float) -> str | None:
     Args:
         call: name of the call, for messages.
     """
-    if get_world_size() == 1:
+    if is_alone():
         return None
     counter = _numbers.setdefault(dist.group.WORLD, collections.Counter())
     counter["calls"] += 1

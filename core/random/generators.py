@@ -398,7 +398,8 @@ def set_seed(
     """
     run_seed = draw_seed() if seed is None else seed
     _seed(run_seed + (topology or Topology()).data.index if diff_rank_seed else run_seed)
-    _use_deterministic(deterministic)
+    if deterministic or _before is not None:
+        _use_deterministic(deterministic)
     return run_seed
 
 
@@ -419,7 +420,8 @@ def _use_deterministic(wanted: bool) -> None:
         # cuBLAS reads this variable when it creates its first handle; torch raises if it is missing.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    elif _before is not None:
+    else:
+        assert _before is not None, "a run before has asked for it"
         algorithms, warns, cudnn.deterministic = _before
         torch.use_deterministic_algorithms(algorithms, warn_only=warns)
         _before = None

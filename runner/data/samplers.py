@@ -19,7 +19,6 @@ from ...core.base.snapshot import Snapshot
 from ...core.comm.topology import Topology
 from ...core.random.generators import RandomStream
 from ...core.random.permutation import Shuffled, Straight
-from .stream_orders import own_order
 
 # Call ``set_epoch`` of datasets, samplers and dataloaders at the beginning of an epoch.
 
@@ -53,6 +52,12 @@ BLOCK = 4096
 """Number of indices computed at once, after some smaller blocks."""
 FIRST_BLOCK = 64
 _COMPARED = 64  # items of a sampler that all processes must have alike before each keeps its own
+
+
+def own_order(dataset: Any) -> Any:
+    """``order_of_pass`` of a dataset that has its own order; else None."""
+    own = getattr(dataset, "order_of_pass", None)
+    return own if callable(own) else None
 
 
 class ShardedSampler(Sampler[int]):

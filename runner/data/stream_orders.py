@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from ...core.random.generators import nth_seed
 from ...core.random.permutation import Indices, Shuffled, Straight
+from .samplers import own_order
 
 MIXED = 4
 """Blocks whose samples are shuffled together."""
@@ -35,12 +36,6 @@ def order_of(dataset: Sized, seed: int, number: int, shuffle: bool) -> Order:
     """The dataset's own order of pass ``number``, or the default."""
     own = own_order(dataset)
     return own(seed, number, shuffle) if own else default_order(len(dataset), seed, number, shuffle)
-
-
-def own_order(dataset: Any) -> Any:
-    """``order_of_pass`` of a dataset that has its own order; else None."""
-    own = getattr(dataset, "order_of_pass", None)
-    return own if callable(own) else None
 
 
 def source_seed(seed: int, number: int) -> int:

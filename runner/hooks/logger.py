@@ -437,7 +437,7 @@ class LoggerHook(Hook):
         record, line = log()
         self._say(runner, line)
         self._report(runner, record, step, "train")
-        if self._record is not None:
+        if self._record is not None and runner.rank > 0:  # the JSON lines are those of rank 0
             self._record.add_line(record)
         if self._bar is not None:
             self._bar.update(record)

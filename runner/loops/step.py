@@ -169,7 +169,6 @@ class Stepper:
         self._split = strategy.split if _has_own(strategy, "split") else None
         self._has_looked = False  # True once the losses of a result were looked at
         self.merging: BaseTTAModel | None = None
-        self._eval_steps = {mode: EvaluationStep(self, mode) for mode in ("val", "test")}
         # A context that does nothing is skipped, because entering one takes as long as the rest of this class.
         casts = strategy.autocast() is not NOTHING or overridden(strategy, "autocast")
         self._autocast: Callable[[], AbstractContextManager[None]] | None = strategy.autocast if casts else None
@@ -465,7 +464,7 @@ class Stepper:
     def _evaluate_batch(self, batch: Any, mode: str) -> Any:
         if self._split is not None:
             batch = self._split(batch)
-        return self._evaluate(batch, self._eval_steps[mode])
+        return self._evaluate(batch, EvaluationStep(self, mode))
 
     def predict(self, batch: Any, mode: str) -> Any:
         """Return the model's predictions for one batch; ``mode`` is "val" or "test"."""

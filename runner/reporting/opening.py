@@ -226,7 +226,7 @@ class RunRecord:
 
     def add_line(self, record: Mapping[str, Any]) -> None:
         """Write what this rank has measured itself; on every rank but 0, whose records have it."""
-        if self._folder is None or not 0 < self._rank < MOST_RANKS:
+        if self._folder is None or self._rank >= MOST_RANKS:
             return
         names = {name.removeprefix("train/"): value for name, value in record.items()}
         with self._surviving(self._folder / rank_file(self._rank)):
