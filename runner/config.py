@@ -348,7 +348,8 @@ def check_everything(given: Mapping[str, Any], *, takes_mmengines_models: bool =
     may_be_quantised = transforms or isinstance(given["model"], nn.Module)
     if trains and may_be_quantised and any(isinstance(hook, CheckpointHook) for hook, _ in hooks):
         check_left_out(transforms, given["model"], strategy.config.exclude_frozen_parameters)
-    check_start(options, leaves_out=bool(strategy.config.exclude_frozen_parameters))
+    if options.load_from is not None and not strategy.config.exclude_frozen_parameters:
+        check_start(options)
     if optim_wrapper is not None:
         guard_updates(optim_wrapper, skips=options.env_cfg.nonfinite == "skip")
         strategy.check(model_class(given["model"]), optim_wrapper)

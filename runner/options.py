@@ -291,18 +291,10 @@ def check_options(given: Mapping[str, Any]) -> FixedOptions:
     return options
 
 
-def check_start(options: FixedOptions, *, leaves_out: bool) -> None:
-    """Check what training starts from.
-
-    Args:
-        options: the plain arguments.
-        leaves_out: whether checkpoints have no frozen parameters, so that a resumed run may need other weights too.
-
-    Raises:
-        ConfigError: ``resume`` and ``load_from`` name a checkpoint each.
-    """
+def check_start(options: FixedOptions) -> None:
+    """Raise ConfigError if ``resume`` names a checkpoint beside ``load_from``, where checkpoints have all parameters."""
     resumed = options.resume_options
-    if options.load_from is not None and resumed is not None and resumed.path is not None and not leaves_out:
+    if resumed is not None and resumed.path is not None:
         raise ConfigError("resume: names a checkpoint and load_from another, give one of them")
 
 

@@ -395,7 +395,7 @@ class Noted:
         self.uninitialised: set[str] = set()
         self.read_later: frozenset[str] = frozenset()
         self.is_whole = False
-        self.frozen_prints = FrozenPrints()
+        self.frozen_prints: FrozenPrints | None = None
         self.replica_check: ReplicaCheck | None = None
 
     def check_unchanged(self) -> None:

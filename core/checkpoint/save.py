@@ -331,12 +331,12 @@ class _Save:
         self._written_by = {"torch": torch.__version__, "world_size": get_world_size(), **(options.written_by or {})}
         self._staging, self._finite = options.staging or Staging(), frozenset(options.finite)
         self._nonfinite: list[str] = []
-        self._replicas = Replicas({})
+        self._replicas: Replicas | None = None  # of several processes
         self._plan = WritePlan()
         self._staged: list[Tensor] | None = None
         self._text = b""
         self._written: list[_Written] = []
-        self._summaries = Summaries([])
+        self._summaries: Summaries | None = None
         self._participants = Participants(f"{self.path}: could not be saved", side_group())
         self._participants.meet(self.path.name, options.timeout_s)
 
@@ -429,8 +429,9 @@ class _Save:
         self._look_at_replicas(share_of(self.path.name), later=[part.key for part in self._plan.parts])
 
     def _look_at_replicas(self, share: int | None, later: Iterable[str] = ()) -> None:
-        self._replicas = Replicas(self._tensors if get_world_size() > 1 else {}, share, self._staging.compared)
-        self._replicas.look(later)
+        if get_world_size() > 1:
+            self._replicas = Replicas(self._tensors, share, self._staging.compared)
+            self._replicas.look(later)
 
     def _chunks(self) -> Iterator[Tensor]:
         """Yield views of what this process writes, in the plan's order."""
@@ -451,7 +452,7 @@ class _Save:
         """Write this process's shard; rank 0 completes the checkpoint when all processes have written theirs."""
         with self._cleared_away():
             unlike, marked = self._participants.round(self._write, self._complete)
-            if unlike:
+            if unlike and self._replicas is not None:
                 marked = self._participants.ask(unlike, self._replicas.packed, self._complete_compared)
             self._staging.nonfinite = marked
         self._staging.shared.add(self.path.parent)
@@ -474,14 +475,17 @@ class _Save:
         if self._staged is None:
             self._look_at_replicas(None)
         if not self._plan.parts:
-            return _Written(None, self._nonfinite, self._replicas.summary())
+            return _Written(None, self._nonfinite, self._summary())
         file = file_of(get_rank())
         self._staging.memory.wait()
         tensors = self._chunks() if self._staged is None else self._staged
         entry = write_shard(folder / file, self._plan.parts, self._looked_at(tensors))
         if self._options.verify:
             self._read_back(folder / file, entry)
-        return _Written((file, entry), self._nonfinite, self._replicas.summary())
+        return _Written((file, entry), self._nonfinite, self._summary())
+
+    def _summary(self) -> bytes:
+        return b"" if self._replicas is None else self._replicas.summary()
 
     def _read_back(self, path: Path, entry: FileEntry) -> None:
         try:
@@ -503,18 +507,24 @@ class _Save:
         """Yield the tensors to write, and check them on the way: fingerprints, and NaN or infinity."""
         for part, tensor in zip(self._plan.parts, tensors, strict=True):
             key = part.key
-            self._replicas.look_at(key, tensor)
+            if self._replicas is not None:
+                self._replicas.look_at(key, tensor)
             if key in self._finite and nonfinite({key: tensor}):
                 self._nonfinite.append(key)
             yield tensor
 
     def _complete(self, written: list[_Written]) -> tuple[Sequence[int], tuple[str, ...]]:
         """Complete the checkpoint, unless replicas have to be compared one by one; return who has to send them."""
-        self._written, self._summaries = written, Summaries([part.replicas for part in written])
+        self._written = written
+        if self._replicas is None:
+            return (), self._sealed()
+        self._summaries = Summaries([part.replicas for part in written])
         unlike = self._summaries.unlike
         return unlike, () if unlike else self._sealed()
 
     def _complete_compared(self, packed: list[bytes]) -> tuple[str, ...]:
+        assert self._replicas is not None
+        assert self._summaries is not None
         if found := self._replicas.difference(self._summaries, packed, self._plan.tensors):
             raise CheckpointError(f"{found}; replicas must be equal, or only rank 0 may save the tensor")
         return self._sealed()

@@ -309,7 +309,8 @@ class Preemption:
         self._in_run, self._thread = False, threading.current_thread()
         self._turn = 0  # of asking, if a program goes on after the end of a run
         self._deadline: float | None = None  # time.monotonic() at which the run ends by itself
-        self._read_max_time()
+        if self._options.max_time is not None:
+            self._read_max_time(self._options.max_time)
         if self._options.requeue:
             check_requeue("env_cfg.preemption.requeue")
         self._forget()
@@ -322,11 +323,10 @@ class Preemption:
             self._early.start()
             weakref.finalize(self, self._early.stop)
 
-    def _read_max_time(self) -> None:
-        limit = self._options.max_time
+    def _read_max_time(self, limit: str | float) -> None:
         if limit == SLURM:
             slurm_job(_MAX_TIME)
-        elif limit is not None:
+        else:
             self._deadline = time.monotonic() + seconds_of(limit, _MAX_TIME)
 
     def _forget(self) -> None:

@@ -8,6 +8,7 @@ from functools import singledispatch
 from torch import Tensor
 
 from ...core.base.errors import StrategyError, counted, suggest
+from ...core.checkpoint.replicas import FrozenPrints
 from ...core.comm.collectives import floating_buffers
 from ...core.model.module_state import tensor_names
 from ..base import Strategy, left_out
@@ -62,8 +63,9 @@ def fingerprints_of_left_out(strategy: Strategy) -> dict[str, str]:
     """
     if not strategy.config.exclude_frozen_parameters:
         return {}
-    names = left_out(strategy)
-    return strategy.noted.frozen_prints.of({name: t for name, t in strategy.model_state().items() if name in names})
+    names, noted = left_out(strategy), strategy.noted
+    noted.frozen_prints = noted.frozen_prints or FrozenPrints()
+    return noted.frozen_prints.of({name: t for name, t in strategy.model_state().items() if name in names})
 
 
 __all__ = ["fingerprints_of_left_out", "left_out", "state_left_out"]
