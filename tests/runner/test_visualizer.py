@@ -147,10 +147,11 @@ def test_a_call_waits_rather_than_fill_the_memory(monkeypatch: pytest.MonkeyPatc
 
     class Counting(Gallery):
         def on_image(self, name: str, image: Any, step: int) -> None:
+            writer = visualizer._writer
+            assert writer is not None
             most.append(sum(not future.done() for future, _ in list(writer._waiting)))
 
     visualizer = Visualizer(vis_backends=[Counting()], json_lines=False)
-    writer = visualizer._writer
     for step in range(50):
         visualizer.add_image("sample", IMAGE, step)
     visualizer.close()
@@ -433,7 +434,7 @@ def _draw(folder: str, strategy: str) -> tuple[bool, int]:
         launcher="pytorch",
     )
     runner.train()
-    is_idle = runner.visualizer._writer._thread is None
+    is_idle = runner.visualizer._writer is None
     rank = runner.rank
     runner.strategy.leave()
     return is_idle, rank
