@@ -94,7 +94,7 @@ class PictureWriter:
     """
 
     def __init__(self) -> None:
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="flextrain-pictures")
         self._waiting: deque[tuple[Future[None], int]] = deque()
 
     def put(self, write: Callable[[], None], size: int) -> None:
@@ -104,18 +104,13 @@ class PictureWriter:
             write: stores a picture.
             size: bytes of the picture.
         """
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="flextrain-pictures")
         while self._waiting and (self._waiting[0][0].done() or self._bytes + size > _MOST_BYTES):
             self._waiting.popleft()[0].result()
         self._waiting.append((self._thread.submit(write), size))
 
     def close(self) -> None:
-        """Wait until everything is written, and end the thread; ``put`` starts it again."""
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
-        self._waiting.clear()
+        """Wait until everything is written, and end the thread."""
+        self._thread.shutdown()
 
     @property
     def _bytes(self) -> int:

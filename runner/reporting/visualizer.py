@@ -111,7 +111,7 @@ class Visualizer(Shared):
         self._config: Mapping[str, Any] = {}
         self._reports, self._is_open, self._mode = True, False, "user"
         self._image: Picture | None = None
-        self._writer: PictureWriter | None = None  # made for the first picture
+        self._writer: PictureWriter | None = None  # from a picture until the next close
         self._told: set[tuple[str, str]] = set()
         self._build(Path("vis_data"))  # finds what is wrong; it opens nothing
         if image is not None:
@@ -173,8 +173,9 @@ class Visualizer(Shared):
         with contextlib.ExitStack() as parts:  # closes all of them even if one raises
             for reporter in reversed(self.reporters):
                 parts.callback(reporter.close)
-            if self._writer is not None:
-                parts.callback(self._writer.close)
+            writer, self._writer = self._writer, None
+            if writer is not None:
+                parts.callback(writer.close)
 
     # For users
 

@@ -147,11 +147,10 @@ def test_a_call_waits_rather_than_fill_the_memory(monkeypatch: pytest.MonkeyPatc
 
     class Counting(Gallery):
         def on_image(self, name: str, image: Any, step: int) -> None:
-            writer = visualizer._writer
-            assert writer is not None
             most.append(sum(not future.done() for future, _ in list(writer._waiting)))
 
     visualizer = Visualizer(vis_backends=[Counting()], json_lines=False)
+    visualizer._writer = writer = pictures.PictureWriter()
     for step in range(50):
         visualizer.add_image("sample", IMAGE, step)
     visualizer.close()
