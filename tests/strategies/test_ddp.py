@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,9 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from flextrain.core.base.errors import ConfigError, StrategyError
-from flextrain.core.checkpoint import Checkpoint, save_checkpoint
-from flextrain.optim import OptimWrapper, OptimWrapperDict
-from flextrain.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from flextrain.optim import OptimWrapper
+from flextrain.strategies import DDPStrategy, Strategy
 from flextrain.testing import WorkerGroup
 
 ADAM = dict(type="Adam", lr=0.05)
@@ -395,31 +393,6 @@ def test_a_train_step_averages_once_per_update(workers2: WorkerGroup, accumulate
         assert not result["never has a gradient"]
 
 
-class Gan(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator, self.critic = nn.Linear(3, 3), nn.Linear(3, 1)
-
-    def train_step(self, x: Tensor, optim: OptimWrapperDict) -> dict[str, Tensor]:
-        loss = self.critic(self.generator(x).detach()).mean()
-        optim["critic"].update_params(loss)
-        optim["generator"].update_params(-self.critic(self.generator(x)).mean())
-        return {"loss": loss.detach()}
-
-
-def train_gan() -> bool:
-    optim = OptimWrapperDict(generator=OptimWrapper(ADAM), critic=OptimWrapper(SGD))
-    strategy, model, optim = prepared(Gan(), optim)
-    for index in range(3):
-        model.train_step(data(strategy.topology.rank, index), optim)
-    return same_everywhere(strategy)
-
-
-@pytest.mark.distributed
-def test_two_optimizers_keep_the_processes_together(workers2: WorkerGroup) -> None:
-    assert workers2.run(train_gan) == [True, True]
-
-
 # State
 
 
@@ -456,49 +429,3 @@ def test_keys_are_the_modules_own(workers2: WorkerGroup, options: dict[str, Any]
     assert {key.removeprefix("model.") for key in first if key.startswith("model.")} == names | buffers
     assert {key.split(".", 2)[2].rpartition(".")[0] for key in first if key.startswith("optim.")} == names
     assert set(first) - set(second) == {f"model.{name}" for name in buffers}  # rank 0's count
-
-
-def train(model: Any, optim: OptimWrapper, rank: int, steps: int) -> None:
-    for index in range(steps):
-        optim.update_params(model(data(rank, index)))
-
-
-def save_ddp(path: Path) -> dict[str, Any]:
-    strategy, model, optim = prepared(optim=ADAM)
-    train(model, optim, strategy.topology.rank, 3)
-    save_checkpoint(path, strategy.state())
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in strategy.state().items()}
-
-
-def load(strategy: Strategy, path: Path) -> None:
-    checkpoint = Checkpoint.open(path)
-    template = strategy.template(checkpoint.saved)
-    checkpoint.load(template)
-    strategy.load({**checkpoint.values, **template})
-
-
-def load_ddp(path: Path) -> dict[str, Any]:
-    strategy, model, optim = prepared(optim=ADAM)
-    train(model, optim, strategy.topology.rank, 1)  # something to be replaced
-    load(strategy, path)
-    state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in strategy.state().items()}
-    train(model, optim, strategy.topology.rank, 1)
-    assert same_everywhere(strategy)
-    return state
-
-
-def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(
-        torch.equal(value, b[key]) if isinstance(value, Tensor) else value == b[key] for key, value in a.items()
-    )
-
-
-@pytest.mark.distributed
-def test_state_goes_to_one_device_and_back(workers2: WorkerGroup, tmp_path: Path) -> None:
-    saved = workers2.run(save_ddp, tmp_path / "ddp")[0]
-    single = SingleDeviceStrategy(device="cpu")
-    single.setup(Net(), OptimWrapper(ADAM))
-    load(single, tmp_path / "ddp")
-    assert equal(single.state(), saved)
-    save_checkpoint(tmp_path / "single", single.state())
-    assert equal(workers2.run(load_ddp, tmp_path / "single")[0], saved)
