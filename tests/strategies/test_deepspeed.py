@@ -133,25 +133,6 @@ def test_bf16_trains_with_float32_masters(workers2: WorkerGroup, stage: int) -> 
         )
 
 
-def resume_in_bf16(stage: int, path: Path) -> None:
-    batches = one_each(data(ConformanceNet, 6))
-    with started(zero(stage), bf16(), ConformanceNet) as session:
-        run(session, batches[:3])
-        save(session, path)
-        expected = run(session, batches[3:]).trace.losses
-        state = whole_state(session.strategy)
-    with started(zero(stage), bf16(), ConformanceNet, seed=99) as session:
-        load(session, path)
-        assert run(session, batches[3:]).trace.losses == expected
-        same_tensors(whole_state(session.strategy), state, "state at the end")
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("stage", STAGES)
-def test_bf16_resumes_exactly(workers2: WorkerGroup, stage: int, tmp_path: Path) -> None:
-    workers2.run(resume_in_bf16, stage, tmp_path / "c")
-
-
 class Normalised(ConvNet):
     """Trains its batch normalisation."""
 
@@ -202,7 +183,7 @@ def nothing_is_gathered(stage: int) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_state_is_slices_without_copies(workers2: WorkerGroup, stage: int) -> None:
     first, second = workers2.run(nothing_is_gathered, stage)
     for (kind, mine, total), (_, theirs, _) in zip(first, second, strict=True):
