@@ -228,7 +228,7 @@ def renamed_sources(own: Mapping[str, object], there: Mapping[str, object]) -> d
 def open_weights(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a source of a model's weights, under the keys ``model.<name>``; no stored code is executed.
 
-    Every process that loads from it reads only the parts that it needs, from mapped files.
+    Every process that loads from it reads only the parts that it needs.
 
     Args:
         path: a checkpoint directory or its URL; a ``.safetensors`` file; a ``torch.save`` file with a state dict, at

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import threading
@@ -15,9 +14,8 @@ import pytest
 import torch
 
 from flextrain import FlexibleRunner
-from flextrain.cli import main
 from flextrain.core.base.errors import ConfigError, StorageError
-from flextrain.core.checkpoint import Checkpoint, is_checkpoint
+from flextrain.core.checkpoint import is_checkpoint
 from flextrain.core.checkpoint import save as save_module
 from flextrain.runner.hooks import CheckpointHook
 from flextrain.testing import WorkerGroup
@@ -276,16 +274,6 @@ def test_two_runs_at_once(tmp_path: Path, fast: Path) -> None:
                 other.train()
 
     make_runner(tmp_path / "run", train_cfg=EPOCHS, default_hooks=tiers(fast), custom_hooks=[Begins()]).train()
-
-
-def test_the_commands_take_it(tmp_path: Path, fast: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stopped(tmp_path / "run", 5, fast)
-    capsys.readouterr()
-    assert main(["checkpoint", "ls", str(fast), "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
-    assert (row["name"], row["iter"], row["latest"]) == ("iter_4", 4, True)
-    assert main(["checkpoint", "verify", str(fast / "iter_4")]) == 0
-    assert Checkpoint.open(fast / "iter_4").values["loop"]["iter"] == 4
 
 
 @pytest.mark.parametrize(

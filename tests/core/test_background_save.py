@@ -33,7 +33,6 @@ from flextrain.core.checkpoint import (
     save_in_background,
 )
 from flextrain.core.checkpoint import save as saving
-from flextrain.core.checkpoint.manifest import MANIFEST, VALUES
 from flextrain.core.comm import collectives
 from flextrain.testing import WorkerGroup
 
@@ -105,16 +104,6 @@ def test_an_error_is_logged_and_raised_by_wait_and_the_old_checkpoint_stays(
     with pytest.raises(CheckpointError, match="a: could not be saved on rank 0: .*No space left on device"):
         pending.wait()
     assert load_all(tmp_path / "a")["model.w"].tolist() == [0, 0, 0]
-
-
-def test_latest_moves_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_checkpoint(tmp_path / "a", {"model.w": torch.zeros(3)}, is_latest=True)
-    with held_back(monkeypatch) as may_write:
-        pending = save_in_background(tmp_path / "b", {"model.w": torch.ones(3)}, is_latest=True)
-        assert (tmp_path / "latest").read_text() == "a"
-        may_write.set()
-        pending.wait()
-    assert (tmp_path / "latest").read_text() == "b"
 
 
 def test_what_was_written_wrong_does_not_become_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,20 +409,3 @@ def test_nothing_is_left_of_what_could_not_be_planned(workers2: WorkerGroup, tmp
             in message
         )
         assert not left
-
-
-def share_of(path: Path) -> int:
-    """Bytes that this process wrote of what both hold alike."""
-    with group() as rank:
-        save_in_background(path, {f"model.{i}": torch.ones(1000) for i in range(10)}).wait()
-        return (path / f"rank-{rank:05d}.safetensors").stat().st_size
-
-
-@pytest.mark.distributed
-def test_processes_share_the_work_of_what_they_hold_alike(workers2: WorkerGroup, tmp_path: Path) -> None:
-    sizes = workers2.run(share_of, tmp_path / "a")
-    assert min(sizes) > 0.9 * max(sizes)
-    assert sum(sizes) < 1.1 * 10 * 4000
-    assert {file.name for file in (tmp_path / "a").iterdir()} == {
-        "rank-00000.safetensors", "rank-00001.safetensors", VALUES, MANIFEST
-    }  # fmt: skip

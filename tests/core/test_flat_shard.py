@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +13,6 @@ from torch import Tensor
 from flextrain.core.base.errors import CheckpointError
 from flextrain.core.checkpoint import Checkpoint, FlatShard, save_checkpoint
 from flextrain.core.checkpoint.chunks import chunks_of_range
-from flextrain.core.comm import collectives as dist
-from flextrain.testing import WorkerGroup
 
 SHAPES: list[tuple[int, ...]] = [
     (), (1,), (5,), (0,), (3, 4), (1, 6), (6, 1), (0, 3), (2, 3, 4), (3, 1, 2), (1, 1, 1), (2, 2, 3, 2), (1, 3, 1, 4),
@@ -105,38 +101,3 @@ def test_elementwise_operations_work_on_the_range() -> None:
         shard.copy_(FlatShard(local, (2, 3), 2))
     with pytest.raises(ValueError, match="the same slice"):
         shard.copy_(torch.zeros(2, 3))
-
-
-def split(whole: Tensor, cuts: list[int]) -> FlatShard:
-    """This process's part of ``whole``, cut at ``cuts``; the last process may get nothing."""
-    rank = dist.get_rank()
-    start, end = [0, *cuts, whole.numel()][rank : rank + 2]
-    return FlatShard(whole.reshape(-1)[start:end].clone(), tuple(whole.shape), start)
-
-
-def save_and_load(path: Path) -> None:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, init_method="env://", timeout_s=30)
-    tensors = {str(shape): numbers(shape) for shape in SHAPES}
-    for number, share in enumerate((0.0, 0.37, 1.0)):
-        state: dict[str, Any] = {}
-        for key, whole in tensors.items():
-            state[key] = split(whole, [int(whole.numel() * share)])
-            assert torch.equal(state[key].full_tensor(), whole)
-        save_checkpoint(path / str(number), state)
-        checkpoint = Checkpoint.open(path / str(number))
-        assert {key: info.shape for key, info in checkpoint.tensors.items()} == {str(s): s for s in SHAPES}
-        for other in (0.0, 0.61):
-            target = {key: split(torch.full_like(t, -1), [int(t.numel() * other)]) for key, t in tensors.items()}
-            checkpoint.load(target)
-            for key, shard in target.items():
-                assert torch.equal(shard.full_tensor(), tensors[key]), (key, share, other)
-        plain = {key: torch.full_like(t, -1) for key, t in tensors.items()}
-        checkpoint.load(plain)
-        assert all(torch.equal(plain[key], tensors[key]) for key in tensors)
-    dist.destroy_process_group()
-
-
-@pytest.mark.distributed
-def test_two_processes_save_and_load_under_other_splits(workers2: WorkerGroup, tmp_path: Path) -> None:
-    workers2.run(save_and_load, tmp_path)

@@ -7,7 +7,6 @@ is no tensor, which may execute any code; here the pickles are only described, a
 from __future__ import annotations
 
 import io
-import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from ..manifest import StoredChunk, TensorEntry
 from ..safetensors_file import Fetch, SafetensorsFile
 from ..untrusted import check_shape, is_name_in_folder, one_line, sibling
 from . import weights_file as hugging_face
-from .torch_files import MAX_BYTES, ForbiddenNameError, Inert, Named, Record, StoredTensor, TorchFile, describe
+from .torch_files import DAMAGE, MAX_BYTES, ForbiddenNameError, Inert, Named, Record, StoredTensor, TorchFile, describe
 from .weights_file import MODEL, entry, label
 
 # Read the index of a directory of torch.distributed.checkpoint without unpickling: what it has, and in which bytes.
@@ -39,17 +38,6 @@ from .weights_file import MODEL, entry, label
 INDEX = ".metadata"
 _MAX_NAME = 4096
 _MAX_CHUNKS = 10**7
-_DAMAGE = (
-    LookupError,
-    TypeError,
-    AttributeError,
-    ValueError,
-    ArithmeticError,
-    EOFError,
-    MemoryError,
-    RecursionError,
-    pickle.UnpicklingError,
-)
 
 Offsets = tuple[int, ...]
 
@@ -118,7 +106,7 @@ def read_index(path: Path) -> Index:
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read, {error.strerror or error}") from None
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise CheckpointError(
             f"{path}: is damaged, or no index of torch.distributed.checkpoint, {one_line(error) or type(error).__name__}"
         ) from None

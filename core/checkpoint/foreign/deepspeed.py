@@ -21,12 +21,11 @@ from ..load import Checkpoint
 from ..manifest import StoredChunk, TensorEntry
 from ..safetensors_file import Fetch
 from ..untrusted import one_line, read_name, sibling
-from .torch_files import StoredTensor, TorchFile
+from .torch_files import DAMAGE, StoredTensor, TorchFile
 from .weights_file import MODEL, dtype_name, entry, label
 
 _MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIM_STATES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_DAMAGE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 
 Shard = tuple[int, StoredTensor]
 """(index of the file, one-dimensional tensor in it)."""
@@ -62,7 +61,7 @@ def open_directory(folder: Path) -> Checkpoint:
     _refuse_other_splits(folder)
     try:
         return _Reader(folder).checkpoint()
-    except _DAMAGE as error:
+    except DAMAGE as error:
         reason = one_line(error)
         raise CheckpointError(
             f"{folder}: is no checkpoint of DeepSpeed's ZeRO, {type(error).__name__}: {reason}"

@@ -35,6 +35,22 @@ from ...base.errors import CheckpointError
 #   instructions cannot be overridden: it never finishes hashing a key of deeply nested tuples.
 
 
+DAMAGE = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    EOFError,
+    MemoryError,
+    RecursionError,
+    NotImplementedError,
+    pickle.UnpicklingError,
+    struct.error,
+    zipfile.BadZipFile,
+)
+"""What reading a damaged file may raise."""
 # A pickle of weights has names and shapes only; a larger one has something else.
 MAX_BYTES = 256 * 2**20
 
@@ -289,7 +305,7 @@ class TorchFile:
             ) from None
         except CheckpointError as error:
             raise CheckpointError(f"{path}: cannot be read as weights, {error}") from None
-        except _DAMAGE:
+        except DAMAGE:
             raise CheckpointError(
                 f"{path}: cannot be read as weights, it is damaged, or was not written by torch.save"
             ) from None
@@ -395,23 +411,6 @@ class TorchFile:
         if not stored.is_inside(max(self.size, _EXPANDED_BYTES)):
             raise CheckpointError(f"a tensor of shape {list(shape)[:8]} exceeds the {self.size} bytes of the file")
         return stored
-
-
-_DAMAGE = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
-    EOFError,
-    MemoryError,
-    RecursionError,
-    NotImplementedError,
-    pickle.UnpicklingError,
-    struct.error,
-    zipfile.BadZipFile,
-)
 
 
 def _check_byteorder(written: bytes) -> None:
