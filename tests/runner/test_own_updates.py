@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from flextrain import (
@@ -51,7 +50,6 @@ def trained(folder: Path | str, wrapper: Any = OptimWrapper, batch_size: int = 4
     runner = make_runner(folder, **{**given, **changes})
     runner.train()
     state = {key: value for key, value in whole_state(runner).items() if isinstance(value, Tensor)}
-    state = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
     runner.strategy.leave()
     return state
 

@@ -12,7 +12,7 @@ from flextrain.plan.plan import Moment, RankPlan, StrategyPlan, TrainingPlan
 from flextrain.plan.planned_memory import planned_memory
 from flextrain.strategies.mesh import MeshStrategy
 
-from .training import SGD, Net, Samples
+from .training import SGD, Net, Samples, refuses
 
 MIB = 2**20
 AC = dict(classes=["Block"])
@@ -87,11 +87,8 @@ REFUSED = StrategyPlan("mesh:tp2xpp4", "refused", "strategy.pp: 4 stages need as
     ids=["size", "strategy", "axes", "refused", "empty", "version", "values", "file"],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(plan, says):
-    with pytest.raises(ConfigError) as caught:
+    with refuses(ConfigError, says, begins="env_cfg.plan:"):
         planned_memory(plan, mesh())
-    assert str(caught.value).startswith("env_cfg.plan:")
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_another_script_is_refused(monkeypatch, tmp_path):
@@ -139,6 +136,5 @@ def test_on_the_cpu_the_log_says_once_that_nothing_is_compared(tmp_path):
     ids=["type", "values", "file"],
 )
 def test_a_runner_refuses_a_wrong_plan_when_it_is_made(tmp_path, plan, says):
-    with pytest.raises(ConfigError) as caught:
+    with refuses(ConfigError, begins=says):
         runner_with(plan, tmp_path)
-    assert str(caught.value).startswith(says)

@@ -18,6 +18,8 @@ from flextrain.runner.reporting import JsonLinesReporter, Reporter, TensorboardR
 from flextrain.runner.reporting.reporter import describe
 from flextrain.runner.reporting.trackers import MlflowReporter, WandbReporter
 
+from .training import refuses
+
 IMAGE = np.zeros((2, 2, 3), np.uint8)
 
 
@@ -231,10 +233,8 @@ def test_mlflow_sends_nothing_from_beside_a_folder_of_the_users(
 @pytest.mark.parametrize("package", ["tensorboard", "wandb", "mlflow"])
 def test_a_missing_package_is_named_with_what_to_type(package: str, missing: Callable[[str], None]) -> None:
     missing("torch.utils.tensorboard" if package == "tensorboard" else package)
-    with pytest.raises(ConfigError) as error:
+    with refuses(ConfigError, f"pip install flextrain[{package}]"):
         build_all([{"type": f"{package.capitalize()}Reporter"}])
-    assert f"pip install flextrain[{package}]" in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_names_of_mmengine_are_aliases() -> None:
@@ -294,9 +294,8 @@ def test_json_lines_stay_beside_other_reporters(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_configurations(given: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with refuses(ConfigError, message):
         build_all(given)
-    assert message in str(error.value)
 
 
 def test_a_configuration_is_described_without_what_it_holds() -> None:

@@ -20,7 +20,7 @@ from flextrain.core.checkpoint.folders import FILE, FolderLock, OccupiedError
 from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
 
-from .training import make_runner, validation
+from .training import make_runner, refuses, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -56,13 +56,13 @@ class Asks(Hook):
 def test_checkpoints_of_another_run_stay(tmp_path: Path) -> None:
     run(tmp_path).train()
     before = written(tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        run(tmp_path).train()
-    assert str(caught.value) == (
-        f"work_dir: {tmp_path} holds checkpoints of another run (epoch_1, epoch_2), which this one would replace; "
+    with refuses(
+        ConfigError,
+        exactly=f"work_dir: {tmp_path} holds checkpoints of another run (epoch_1, epoch_2), which this one would replace; "
         "resume=True continues that run, another work_dir keeps it, default_hooks=dict(checkpoint=dict(overwrite=True)) "
-        "replaces it"
-    )
+        "replaces it",
+    ):
+        run(tmp_path).train()
     assert written(tmp_path) == before
     run(tmp_path, 3, resume=True).train()
     run(tmp_path, 3, overwrite=True).train()
@@ -188,12 +188,12 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
 
 def test_the_line_for_users(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
-    with pytest.raises(ConfigError) as caught:
+    with refuses(
+        ConfigError,
+        exactly=f"work_dir: {tmp_path} is where another run trains at the moment: another run of this process ({os.getpid()}); "
+        "give another one, or wait until that has ended",
+    ):
         run(tmp_path).train()
-    assert str(caught.value) == (
-        f"work_dir: {tmp_path} is where another run trains at the moment: another run of this process ({os.getpid()}); "
-        "give another one, or wait until that has ended"
-    )
     lock.release()
     first = run(tmp_path)
     run(tmp_path).train()  # that the first one exists is in nobody's way

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from flextrain import BaseMetric, BaseModel, Hook, StrategyError
-from flextrain.core.checkpoint import FlatShard
 from flextrain.testing import WorkerGroup
 
 from .training import SGD, At, Net, Samples, SaveEvery, Watch, make_runner, validation, whole_state
@@ -56,11 +54,7 @@ def trained(folder: str, strategy: dict[str, Any], more: list[Any] | None = None
     runner = make_runner(folder, **{**SETTINGS, "strategy": strategy, **changes, "custom_hooks": hooks})
     runner.train()
     runner.val()
-    state = {
-        key: value.full_tensor() if isinstance(value, (DTensor, FlatShard)) else value
-        for key, value in whole_state(runner).items()
-    }
-    state = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    state = {key: value for key, value in whole_state(runner).items() if isinstance(value, Tensor)}
     runner.strategy.leave()
     losses = [float(loss) for loss in watch.losses]
     return {"state": state, "metrics": metrics.seen, "losses": losses, "trained": watch.trained}

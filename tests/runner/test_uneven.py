@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Su
 from flextrain.core.comm.collectives import get_rank
 from flextrain.testing import WorkerError, WorkerGroup
 
-from .training import Accuracy, Samples, SaveEvery, Watch, make_runner
+from .training import Accuracy, Samples, SaveEvery, Watch, log_lines, make_runner
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("quick")]
 
@@ -106,7 +104,7 @@ def train(
         options |= dict(load_from=f"{folder}/iter_{at}", resume=True)
     runner = make_runner(folder, **options | changes)
     place: tuple[Any, ...] = ()
-    with lines() as said:
+    with log_lines() as said:
         try:
             runner.train()
             place = (runner.epoch, runner.iter, runner.max_iters)
@@ -118,18 +116,6 @@ def train(
         "place": place,
         "said": said,
     }
-
-
-@contextmanager
-def lines() -> Iterator[list[str]]:
-    """What is logged by this process from now on."""
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("flextrain")
-    logger.addHandler(handler)
-    yield found
-    logger.removeHandler(handler)
 
 
 def updates(accumulate: int, epochs: int) -> list[list[int]]:
