@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain import CheckpointError
+from flextrain import CheckpointError, FlexibleRunner
 from flextrain.runner.hooks import Hook
 from flextrain.runner.resume import choose_checkpoint as runner_module
 from flextrain.testing import WorkerGroup
@@ -216,15 +216,19 @@ def save_epochs(folder: str, **changes: Any) -> tuple[list[list[int]], dict[str,
     return watch.trained, state
 
 
-def refused(folder: str, **changes: Any) -> str:
-    runner = make_runner(f"{folder}/rest", **{"train_dataloader": loader(), **changes})
+def heard(runner: FlexibleRunner) -> str:
+    """What training says that cannot go on from a checkpoint; "" if it can."""
     try:
         runner.train()
     except CheckpointError as error:
         return str(error)
     finally:
         runner.strategy.leave()
-    return "was not refused"
+    return ""
+
+
+def refused(folder: str, **changes: Any) -> str:
+    return heard(make_runner(f"{folder}/rest", **{"train_dataloader": loader(), **changes}))
 
 
 def test_the_random_state_of_a_process_is_missing(tmp_path: Path, workers2: WorkerGroup) -> None:
@@ -293,13 +297,7 @@ def resumed_at(folder: Path, stale: bool) -> int | str:
         runner = make_runner(folder, **options, custom_hooks=[watch := Iterations()])
         if runner.rank == 1:
             patch.setattr(runner_module, "find_latest", lambda _: Path(folder) / "epoch_1" if stale else None)
-        try:
-            runner.train()
-        except CheckpointError as error:
-            return str(error)
-        finally:
-            runner.strategy.leave()
-        return watch.iterations[0]
+        return heard(runner) or watch.iterations[0]
 
 
 @pytest.mark.parametrize("stale", [True, False])
@@ -331,13 +329,7 @@ def resumed_beside(folder: Path, unreadable: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if runner.rank == 0:
             patch.setattr(Path, "open", fails)
-        try:
-            runner.train()
-        except CheckpointError as error:
-            return str(error)
-        finally:
-            runner.strategy.leave()
-    return ""
+        return heard(runner)
 
 
 @pytest.mark.parametrize("name", ["latest", "last_checkpoint"])
