@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from ..core.base.errors import CheckpointError, ConfigError, StrategyError
 from ..core.base.registry import OPTIMIZERS
+from .local_shards import LocalShards
 
 _INNER = "/"  # separates the attribute that holds an inner optimizer from the key of its state
 # torch's own only; other classes, subclasses of these included, are tried on small parameters (see trial.py).
@@ -25,6 +27,8 @@ _ELEMENTWISE = frozenset(
         "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam",
     )
 )  # fmt: skip
+_ON_SHARDS = _ELEMENTWISE - {torch.optim.SparseAdam}  # whose gradients have no layout as DTensors
+NOTHING = nullcontext()
 
 
 class OptimizerAdapter:
@@ -41,6 +45,8 @@ class OptimizerAdapter:
     def __init__(self, optimizer: Optimizer, where: str) -> None:
         self.optimizer = optimizer
         self.where = where
+        self._size: list[int] = []
+        self._shards: LocalShards | None = None
 
     @property
     def is_elementwise(self) -> bool:
@@ -54,6 +60,15 @@ class OptimizerAdapter:
 
     def check(self, model: nn.Module) -> None:
         """Raise StrategyError if it cannot train the parameters of ``model`` on their device and in their layout."""
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """Context of ``optimizer.step()``: an elementwise optimizer of torch's steps on local shards of DTensors."""
+        groups = self.optimizer.param_groups
+        if (size := [len(group["params"]) for group in groups]) != self._size:
+            parameters = (parameter for group in groups for parameter in group["params"])
+            has_shards = type(self.optimizer) in _ON_SHARDS and any(isinstance(one, DTensor) for one in parameters)
+            self._size, self._shards = size, LocalShards(self.optimizer) if has_shards else None
+        return NOTHING if self._shards is None else self._shards.step()
 
     def begin_update(self) -> None:
         """Prepare the gradients of an update; raise StrategyError if the optimizer cannot use them."""

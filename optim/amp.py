@@ -246,7 +246,10 @@ class AmpOptimWrapper(OptimWrapper):
             self._scaler.unscale(self.optimizer)
 
     def _apply(self) -> bool:
-        return self._scaler.step(self.optimizer) if self._scaler else super()._apply()
+        if self._scaler is None:
+            return super()._apply()
+        with self.adapter.stepping():
+            return self._scaler.step(self.optimizer)
 
     def plain_values(self) -> dict[str, Any]:
         """Return the loss scale and its growth counter under float16, an empty dict otherwise."""

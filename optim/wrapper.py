@@ -413,7 +413,8 @@ class OptimWrapper:
     def _apply(self) -> bool:
         if self.guard is not None and not self.guard.allows():
             return False
-        self.optimizer.step()
+        with self.adapter.stepping():
+            self.optimizer.step()
         return True
 
     # State, learning rate and momentum

@@ -26,6 +26,11 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     )
 
 
+def local_tensor(tensor: DTensor) -> Tensor:
+    """What this process has of it, the same object every time, for the cost of an attribute. 2.6, 2.15."""
+    return tensor._local_tensor
+
+
 ITEM = torch.ops.aten._local_scalar_dense.default
 """The operation of ``Tensor.item``. 2.6, 2.15."""
 

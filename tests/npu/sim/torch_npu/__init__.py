@@ -68,6 +68,11 @@ def npu_change_data_ptr(target: Tensor, source: Tensor, offset: int) -> int:
     return 0
 
 
+def npu_fusion_attention(*args, **kwargs) -> None:
+    """A kernel that transformers imports by its name; here is none."""
+    raise NotImplementedError("the simulated device has no fused attention")
+
+
 # Recurrent layers by torch's decompositions: the CPU's kernels are not split into cells.
 _aten = torch.library.Library("aten", "IMPL")
 for _operator, _implementation in {

@@ -1,0 +1,79 @@
+"""Elementwise optimizers step on local shards of DTensors, beside ordinary tensors, with the values and state of one device."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from flextrain.core.comm import collectives as dist
+from flextrain.optim.adapters import adapter_for
+from flextrain.testing import WorkerGroup
+
+pytestmark = pytest.mark.distributed
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "ASGD": {}, "Adadelta": {}, "Adagrad": {}, "Adam": dict(amsgrad=True), "AdamW": dict(fused=True), "Adamax": {}, "NAdam": {},
+    "RAdam": {}, "RMSprop": dict(momentum=0.9, centered=True), "Rprop": {}, "SGD": dict(momentum=0.9),
+}  # fmt: skip
+SHAPES = (
+    (5, 3),
+    (1, 4),
+    (),
+    (6,),
+)  # uneven, empty on the second process, a number, and one that stays an ordinary tensor
+
+
+def _gradient(shape: tuple[int, ...], number: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+
+
+def stepped(name: str, options: dict[str, Any]) -> None:
+    """In a worker: steps on shards and those of one device, with state loaded in between."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method="env://", timeout_s=60)
+    mesh = init_device_mesh("cpu", (2,))
+    whole = [nn.Parameter(_gradient(shape, 90 + i)) for i, shape in enumerate(SHAPES)]
+    layouts = [[Shard(0)], [Shard(0)], [Replicate()], None]
+    parts = [
+        nn.Parameter(distribute_tensor(p.data.clone(), mesh, to) if to else p.data.clone())
+        for p, to in zip(whole, layouts, strict=True)
+    ]
+    kind = getattr(torch.optim, name)
+    given = options if "fused" in options else {**options, "foreach": True}
+    expected, optimizer = kind(whole, lr=0.05, **given), kind(parts, lr=0.05, **given)
+    adapter = adapter_for(optimizer, "optim_wrapper")
+    for step in range(4):
+        for i, (one, part, to) in enumerate(zip(whole, parts, layouts, strict=True)):
+            grad = one.grad = _gradient(tuple(one.shape), 10 * step + i)
+            part.grad = distribute_tensor(grad.clone(), mesh, to) if to else grad.clone()
+            if to == [Replicate()]:  # as autograd may leave a sum over the processes
+                part.grad = DTensor.from_local(grad / 2, mesh, [Partial()])
+        expected.step()
+        with adapter.stepping():
+            optimizer.step()
+        if step == 1:
+            for one in (expected, optimizer):
+                one.load_state_dict(copy.deepcopy(one.state_dict()))
+    for one, part, to in zip(whole, parts, layouts, strict=True):
+        found = {"value": part, **optimizer.state[part]}
+        for key, value in {"value": one, **expected.state[one]}.items():
+            assert isinstance(found[key], DTensor) == (
+                to is not None and key not in ("step", "mu_product", "eta", "mu")
+            )
+            own = found[key].full_tensor() if isinstance(found[key], DTensor) else found[key]
+            torch.testing.assert_close(own, value, rtol=1e-12, atol=1e-14, msg=key)
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], parts, strict=True))
+    assert {id(parameter) for parameter in optimizer.state} <= {id(parameter) for parameter in parts}
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_as_on_one_device(workers2: WorkerGroup, name: str) -> None:
+    workers2.run(stepped, name, OPTIMIZERS[name])
