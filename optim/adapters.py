@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 
 from ..core.base.errors import CheckpointError, ConfigError, StrategyError
 from ..core.base.registry import OPTIMIZERS
-from .local_shards import LocalShards
+
+if TYPE_CHECKING:
+    from .local_shards import LocalShards
 
 _INNER = "/"  # separates the attribute that holds an inner optimizer from the key of its state
 # torch's own only; other classes, subclasses of these included, are tried on small parameters (see trial.py).
@@ -67,7 +69,11 @@ class OptimizerAdapter:
         if (size := [len(group["params"]) for group in groups]) != self._size:
             parameters = (parameter for group in groups for parameter in group["params"])
             has_shards = type(self.optimizer) in _ON_SHARDS and any(isinstance(one, DTensor) for one in parameters)
-            self._size, self._shards = size, LocalShards(self.optimizer) if has_shards else None
+            self._size, self._shards = size, None
+            if has_shards:
+                from .local_shards import LocalShards  # a script on one device does without it
+
+                self._shards = LocalShards(self.optimizer)
         return NOTHING if self._shards is None else self._shards.step()
 
     def begin_update(self) -> None:
