@@ -160,6 +160,8 @@ $(VENV)/.installed-%: pyproject.toml | $(VENV)/pyvenv.cfg
 	@echo "Installing flextrain[$*] into $(VENV); the first time this downloads torch, which takes a while"
 	@$(PIP) install --quiet --no-compile --editable '.[$*]'
 	@cd $(VENV)/lib/python3*/site-packages && $(abspath $(PY)) -m compileall -qq -j 0 $(COMPILED) || true
+	@# Its grammar goes to a cache that it does not write in one piece: sessions of pytest beside each other would read half of it.
+	@case $* in dev) $(PY) -c 'import yapf' 2>/dev/null || true;; esac
 	@touch $@
 
 $(VENV)/pyvenv.cfg:

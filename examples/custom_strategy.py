@@ -31,13 +31,14 @@ class OneMessageStrategy(Strategy):
 
     def _average_gradients(self, optim: OptimWrapper) -> None:
         parameters = [p for group in optim.param_groups for p in group["params"] if p.requires_grad]
-        # All processes must send messages of the same length, even if a parameter was not used in the loss.
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        message = torch.cat([gradient.flatten() for gradient in gradients])
+        # Messages have equal lengths on all processes. What none of them used keeps no gradient: weight decay would move it.
+        sent = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        is_used = [p.new_tensor([p.grad is not None]) for p in parameters]
+        message = torch.cat([tensor.flatten() for tensor in (*sent, *is_used)])
         dist.all_reduce(message, group=self.topology.data.group)
-        message /= self.topology.data.count
-        for parameter, part in zip(parameters, message.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+        *parts, used = (message / self.topology.data.count).split([*(p.numel() for p in parameters), len(parameters)])
+        for parameter, part, share in zip(parameters, parts, used.tolist(), strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype) if share else None
 
 
 if __name__ == "__main__":

@@ -31,6 +31,9 @@ from flextrain.strategies.parts import computes_alone
 from flextrain.testing import ConformanceError, WorkerGroup, check_strategy
 from flextrain.testing.conformance import ORDER
 from flextrain.testing.conformance_checks import CHECKS
+from flextrain.testing.loop import train
+from flextrain.testing.models import SmallModel
+from flextrain.testing.sessions import started
 
 from .splitting import CutsBatches, ForwardFirst
 
@@ -95,6 +98,29 @@ def test_the_example_of_a_third_party(workers2: WorkerGroup) -> None:
         ]
         report = check_strategy(strategy, workers=workers2)
     assert [result.status for result in report.results] == ["passed"] * len(CHECKS)
+
+
+class OneUsed(SmallModel):
+    """A layer that the loss does not need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(3, 3)
+
+
+def moved(path: Path) -> float:
+    """In a worker: how far an update moves what no process used, under the example's strategy."""
+    with (
+        loaded(path) as module,
+        started(module.OneMessageStrategy, OptimWrapper(dict(type="AdamW", lr=0.1)), OneUsed) as session,
+    ):
+        before = session.strategy.model_state()["unused.weight"].clone()
+        train(session.strategy, session.model, session.optim, [[SmallModel.sample(4, 0)]])
+        return float((session.strategy.model_state()["unused.weight"] - before).abs().max())
+
+
+def test_the_example_leaves_what_is_unused(workers2: WorkerGroup) -> None:
+    assert workers2.run(moved, EXAMPLE) == [0.0, 0.0]
 
 
 @contextlib.contextmanager
