@@ -32,7 +32,7 @@ from flextrain.testing import ConformanceError, WorkerGroup, check_strategy
 from flextrain.testing.conformance import ORDER
 from flextrain.testing.conformance_checks import CHECKS
 from flextrain.testing.loop import train
-from flextrain.testing.models import SmallModel
+from flextrain.testing.models import ConformanceNet
 from flextrain.testing.sessions import started
 
 from .splitting import CutsBatches, ForwardFirst
@@ -100,7 +100,7 @@ def test_the_example_of_a_third_party(workers2: WorkerGroup) -> None:
     assert [result.status for result in report.results] == ["passed"] * len(CHECKS)
 
 
-class OneUsed(SmallModel):
+class OneUsed(ConformanceNet):
     """A layer that the loss does not need."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ def moved(path: Path) -> float:
         started(module.OneMessageStrategy, OptimWrapper(dict(type="AdamW", lr=0.1)), OneUsed) as session,
     ):
         before = session.strategy.model_state()["unused.weight"].clone()
-        train(session.strategy, session.model, session.optim, [[SmallModel.sample(4, 0)]])
+        train(session.strategy, session.model, session.optim, [[ConformanceNet.sample(4, 0)]])
         return float((session.strategy.model_state()["unused.weight"] - before).abs().max())
 
 
