@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..core.torch_compat.dtensor_private import local_tensor
+from ..core.torch_compat.dtensor_private import laid_out_as, local_tensor
 
 # State of torch's optimizers that is one number per parameter; all other tensors have the parameter's shape.
 _SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
@@ -101,10 +101,4 @@ class _Shard:
             known = self._given.get(key)
             if value is not (local_tensor(known) if isinstance(known, DTensor) else known):
                 is_shard = isinstance(value, Tensor) and key not in _SCALARS
-                state[key] = self._as_dtensor(value) if is_shard else value
-
-    def _as_dtensor(self, local: Tensor) -> DTensor:
-        of = self.parameter
-        return DTensor.from_local(
-            local, of.device_mesh, of.placements, run_check=False, shape=of.shape, stride=of.stride()
-        )
+                state[key] = laid_out_as(self.parameter, value) if is_shard else value

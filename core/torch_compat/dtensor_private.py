@@ -5,6 +5,7 @@ Each entry says what it does, and with which versions of torch it was checked, a
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 import sys
@@ -29,6 +30,18 @@ def strided_shard(dim: int, split_factor: int) -> Any:
 def local_tensor(tensor: DTensor) -> Tensor:
     """What this process has of it, the same object every time, for the cost of an attribute. 2.6, 2.15."""
     return tensor._local_tensor
+
+
+def laid_out_as(tensor: DTensor, local: Tensor) -> DTensor:
+    """``local``, this process's part of a tensor that has the shape and the layout of another one. 2.6, 2.15.
+
+    Unlike ``DTensor.from_local`` it leaves the part where it is: on the host, for parameters that FSDP keeps there.
+    """
+    spec = tensor._spec
+    meta = spec.tensor_meta
+    assert meta is not None
+    spec = dataclasses.replace(spec, tensor_meta=meta._replace(dtype=local.dtype))
+    return cast(DTensor, cast(Any, DTensor)(local, spec, requires_grad=False))
 
 
 ITEM = torch.ops.aten._local_scalar_dense.default
