@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -241,6 +243,11 @@ class Axis:
         """Return the predictions for a batch, see ``Strategy.evaluate``; ``inner`` is that of the other axes."""
         return inner(batch, step)
 
+    def own_random_numbers(self) -> AbstractContextManager[None]:
+        """Return a context in which processes along this axis draw other numbers than each other, as dropout needs where they
+        compute different things; see ``own_random_numbers``. Without it they draw the same: they have the same samples."""
+        return own_random_numbers(self.layout.device_type, self.index)
+
     def prepare_whole(self, model: nn.Module) -> None:
         """Take back in a copy of the model, for ``full_weights``, what ``apply`` changed in objects that the copy shares."""
 
@@ -250,6 +257,32 @@ class Axis:
     def described(self) -> str:
         """Return what this axis divides, in words for the table that is logged at the start; called after ``apply``."""
         return ""
+
+
+# Random numbers of processes that have the same samples, and therefore equal generators.
+
+
+@contextmanager
+def own_random_numbers(device_type: str, index: int) -> Iterator[None]:
+    """Context in which torch draws on the device by ``index``; after it, processes with equal generators draw alike again.
+
+    What is drawn depends on the generator only, so that recomputed activations are the same. No accelerator waits. Numbers of
+    the host, by which a model may skip layers, stay the same on all processes if the device is another.
+    """
+    generator = torch.default_generator
+    if device_type != "cpu":
+        module = torch.get_device_module(device_type)
+        generator = module.default_generators[module.current_device()]
+    with with_values():
+        state = generator.get_state().numpy().tobytes()  # in the host's memory
+        torch.rand((), device=device_type)  # the next context has other numbers
+        after = generator.get_state()
+    seed = int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "big")
+    generator.manual_seed(seed + index)
+    try:
+        yield
+    finally:
+        generator.set_state(after)
 
 
 # Replace the forward of a module, inside of activation checkpointing if that was applied to it.

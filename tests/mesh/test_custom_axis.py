@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from flextrain import MeshStrategy
+from flextrain import Axis, MeshStrategy
+from flextrain.strategies.mesh import MeshConfig
 from flextrain.testing import WorkerGroup
+from flextrain.testing.loop import train
 
-from .parity import RECIPES, compare
+from .parity import RECIPES, compare, data, started
 
 pytestmark = pytest.mark.distributed
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_axis.py"
@@ -39,3 +42,38 @@ def trained(model: str) -> None:
 
 def test_parity(workers2: WorkerGroup) -> None:
     workers2.run(trained, "plain")
+
+
+def drawn() -> tuple[list[float], list[float]]:
+    """In a worker: numbers drawn in an update of an axis whose processes draw apart, and one drawn after it."""
+    inside: list[float] = []
+
+    class Members(Axis):
+        name = "members"
+        folds = True
+
+        def run_window(self, window: Any, step: Any, inner: Any) -> Any:
+            with self.own_random_numbers():
+                inside.append(float(torch.rand(())))
+            inside.append(float(torch.rand(())))
+            return inner(window, step)
+
+    class MembersConfig(MeshConfig):
+        members: int = 1
+
+    class MembersMesh(MeshStrategy):
+        Config = MembersConfig
+        axes = (Members, *MeshStrategy.axes)
+
+    recipe = RECIPES["sgd"]
+    torch.manual_seed(5)
+    with started(dict(type=MembersMesh, members=2), "plain", recipe) as session:
+        torch.manual_seed(5)
+        train(session.strategy, session.model, session.optim, data("plain", recipe, 2))
+    return inside[::2], [*inside[1::2], float(torch.rand(()))]
+
+
+def test_own_random_numbers(workers2: WorkerGroup) -> None:
+    (one, one_alike), (two, two_alike) = workers2.run(drawn)
+    assert len({*one, *two}) == 4
+    assert one_alike == two_alike

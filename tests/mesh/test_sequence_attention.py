@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from flextrain import MeshStrategy
 from flextrain.core.comm import collectives as dist
+from flextrain.strategies.mesh.axis import own_random_numbers
 from flextrain.strategies.mesh.context import attention as ring
 from flextrain.strategies.mesh.context.attention import CAUSAL, FULL, Mask, Rule, SequenceAttention
 from flextrain.strategies.mesh.context.batches import SequenceShards
-from flextrain.strategies.mesh.context.context_parallel import own_random_numbers
 from flextrain.testing import WorkerGroup
 
 RULES = [CAUSAL, FULL, Rule(True, 5), Rule(False, 3)]

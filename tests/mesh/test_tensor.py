@@ -17,8 +17,9 @@ from torch.nn import functional
 from flextrain import MeshStrategy
 from flextrain.core.base.errors import StrategyError
 from flextrain.runner.loops.step import Stepper
+from flextrain.strategies.mesh.axis import own_random_numbers
 from flextrain.strategies.mesh.tensor import TensorParallel, local_tensors
-from flextrain.strategies.mesh.tensor.operations import drawing_apart, register_cpu_random_numbers
+from flextrain.strategies.mesh.tensor.operations import register_cpu_random_numbers
 from flextrain.testing import WorkerError, WorkerGroup
 from flextrain.testing.differences import CheckFailedError
 from flextrain.testing.loop import train
@@ -215,7 +216,7 @@ def masks() -> dict[str, Any]:
     torch.manual_seed(3)
     divided: Any = functional.dropout(distribute_tensor(ones, mesh, [Shard(0)], src_data_rank=None), 0.5)
     torch.manual_seed(3)
-    with drawing_apart("cpu", mesh.get_local_rank()):
+    with own_random_numbers("cpu", mesh.get_local_rank()):
         local = functional.dropout(ones, 0.5)
     after = torch.rand(4)
     return {"expected": expected, "divided": divided.full_tensor(), "local": local, "after": after}
@@ -235,17 +236,17 @@ def own_plan_masks() -> list[int]:
 
     @contextmanager
     def watched(device_type: str, index: int) -> Iterator[None]:
-        with drawing_apart(device_type, index):
+        with own_random_numbers(device_type, index):
             drawn.append(int(torch.randint(2**40, ())))
             yield
 
-    before, local_tensors.drawing_apart = local_tensors.drawing_apart, watched
+    before, local_tensors.own_random_numbers = local_tensors.own_random_numbers, watched
     try:
         own.MODELS["llama_dropping"] = partial(of_transformers, "llama", attention_dropout=0.2)
         with started(dict(type="MeshStrategy", tp=2), "llama_dropping", ADAMW) as session:
             train(session.strategy, session.model, session.optim, data("llama", ADAMW, 2))
     finally:
-        local_tensors.drawing_apart = before
+        local_tensors.own_random_numbers = before
     return [*drawn, int(torch.randint(2**40, ()))]
 
 

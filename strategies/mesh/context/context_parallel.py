@@ -12,13 +12,11 @@ from torch import Tensor, nn
 
 from ....core.base.errors import ConfigError, StrategyError, unchecked
 from ....core.comm import collectives as dist
-from ....core.device.device import DEVICES
 from ....core.device.precision import running_statistics
 from ....core.hugging_face.transformers_private import pretrained_models
 from ....core.model.base_model import class_name, overrides
 from ....core.model.token_counts import takes_number_of_items
-from ....core.random.generators import torch_states
-from ....core.torch_compat.torch_private import has_values, is_compiled, with_values
+from ....core.torch_compat.torch_private import has_values, is_compiled
 from ...base import NOTHING, EvalStep, Optim, TrainStep
 from ..axis import Axis, CheckWindow, Evaluate, RunWindow
 from .attention import SequenceAttention
@@ -230,7 +228,7 @@ class Context(Axis):
             for batch, factor, share in zip(window, factors, shares, strict=True)
         ]
         try:
-            with self._attending(), own_random_numbers(self.layout.device_type, self.index), _repeating():
+            with self._attending(), self.own_random_numbers(), _repeating():
                 outputs = inner(window, _Scaled(step, window, factors, self._attention))
         finally:
             self._attention.length = None
@@ -327,26 +325,3 @@ def _repeating() -> Iterator[None]:
             "model: checkpoint(use_reentrant=True) would repeat attention over this process's positions only; with strategy.cp "
             "give use_reentrant=False"
         ) from error
-
-
-@contextmanager
-def own_random_numbers(device_type: str, index: int) -> Iterator[None]:
-    """Let each process draw other numbers on its device, because it has other positions; afterwards as before.
-
-    Numbers of the host, by which a model may skip layers, stay the same on all of them if the device is another.
-    """
-    device = torch.device(device_type)
-    with with_values():
-        seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))  # the same in all processes of a sequence
-        states = torch_states(device)
-    if device_type == "cpu":
-        torch.default_generator.manual_seed(seed + index)
-    else:
-        DEVICES[device_type].module.manual_seed(seed + index)
-    try:
-        yield
-    finally:
-        if device_type == "cpu":
-            torch.set_rng_state(states["torch"])
-        else:
-            DEVICES[device_type].module.set_rng_state(states[device_type], device)

@@ -21,8 +21,9 @@ from torch.overrides import TorchFunctionMode
 from ....core.base.errors import StrategyError
 from ....core.base.trees import tree_map_only
 from ....core.torch_compat.torch_private import has_values, tree_flatten
+from ..axis import own_random_numbers
 from ..first_batch import differentiated, differing, trying
-from .operations import backward_within, drawing_apart
+from .operations import backward_within
 from .styles import Style, input_dim
 
 _RANDOM = {
@@ -208,7 +209,7 @@ class _RandomApart(TorchFunctionMode):
         if function is Tensor.backward:
             return backward_within(self, *args, **(kwargs or {}))
         if function in _RANDOM and self._has_shards() and _draws(function, args, kwargs or {}):
-            with drawing_apart(self._device_type, self._index):
+            with own_random_numbers(self._device_type, self._index):
                 return function(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
 

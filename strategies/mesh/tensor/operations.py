@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -526,30 +524,6 @@ def _draw_like(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _draw_with(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operation that needs the values of its tensor."""
     return _shard_of(operation(args[0].full_tensor(), *args[1:], **kwargs), args[0])
-
-
-@contextmanager
-def drawing_apart(device_type: str, index: int) -> Iterator[None]:
-    """Context in which processes with equal generators draw different numbers, by ``index``; they are equal again after it.
-
-    What is drawn depends on the generator only, so that recomputed activations are the same. No accelerator waits.
-    """
-    if device_type == "cpu":
-        generator = torch.default_generator
-        seed = int(torch.randint(2**62, (), generator=generator))
-        after = generator.get_state()
-    else:
-        module = torch.get_device_module(device_type)
-        generator = module.default_generators[module.current_device()]
-        state = generator.get_state()  # in the host's memory
-        seed = int(np.random.SeedSequence([generator.initial_seed(), generator.get_offset()]).generate_state(1)[0])
-        generator.set_offset(generator.get_offset() + 4)
-        after, _ = generator.get_state(), generator.set_state(state)
-    generator.manual_seed(seed + index)
-    try:
-        yield
-    finally:
-        generator.set_state(after)
 
 
 def _empty_whole(tensor: DTensor) -> Tensor:
