@@ -93,9 +93,13 @@ def is_first_to_say(text: str) -> bool:
     own = f"{platform.node()} {env.get('TORCHELASTIC_RUN_ID')} {env.get('TORCHELASTIC_RESTART_COUNT')} {text}"
     key = f"flextrain/said/{hashlib.blake2b(own.encode(), digest_size=16).hexdigest()}"
     try:
+        import socket
+
         import torch.distributed as dist
 
         where = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+        # A store that has ended refuses at once, where TCPStore tries again and again.
+        socket.create_connection(where, _PATIENCE_S).close()
         patience = datetime.timedelta(seconds=_PATIENCE_S)
         store = dist.TCPStore(*where, is_master=False, wait_for_workers=False, timeout=patience)  # type: ignore[attr-defined]
         return bool(store.compare_set(key, "", env["RANK"]).decode() == env["RANK"])

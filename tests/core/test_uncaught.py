@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from flextrain.core.base.errors import is_first_to_say
 
+from ..ports import reserved_port
+
 LINE = "flextrain: ConfigError: train_cfg.max_epoch: unknown key ({}; FLEXTRAIN_TRACEBACK=1 shows the traceback)\n"
 HEAD = "import sys\nfrom flextrain.core.base.errors import ConfigError\ndef wrong():\n    raise ConfigError('train_cfg.max_epoch: unknown key')\n"
 OF_THE_LIBRARY = "exec(compile('def call(f):\\n try: f()\\n except KeyError as e: raise ConfigError(\"model: failed\") from e', 'x.py', 'exec'), {**globals(), '__name__': 'flextrain.x'}, globals())\n"
@@ -81,3 +83,16 @@ def test_of_the_processes_of_torchrun_one_says_it(monkeypatch: pytest.MonkeyPatc
     ]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert first(0, "a"), "a restarted process says it again"
+
+
+def test_a_store_that_has_ended_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(dist, "TCPStore", lambda *where, **options: asked.append(where))
+    with reserved_port() as port:
+        about = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK="1")
+        for name, value in dict(about, TORCHELASTIC_USE_AGENT_STORE="True").items():
+            monkeypatch.setenv(name, value)
+        assert is_first_to_say("a")
+    assert not asked, (
+        "TCPStore tries for seconds to reach it, in which the guard of the run ends the process as a stalled one"
+    )
