@@ -20,7 +20,7 @@ from ..core.comm import collectives as dist
 from ..core.comm.agreement import description, first_difference, raising_together, roll_call
 from ..core.comm.collectives import share_weights
 from ..core.comm.topology import DataShard, Topology, use_shard
-from ..core.device.device import DeviceSpec, device_spec, select_device
+from ..core.device.device import DeviceSpec, device_spec, device_uuid, select_device
 from ..core.device.precision import Precision, PrecisionReport, dtypes, require
 from ..core.model.base_model import overrides
 from ..core.model.module_state import check_savable, check_sizes, check_trainable, tensor_names
@@ -214,12 +214,13 @@ class Strategy:
                 several_machines=self.launch.several_machines,
             )
             self._owns_group = True
-            dist.leave_at_exit()
+            dist.leave_at_exit(self.device)
         self._check_group()
         dist.side_group(float(self.config.timeout_s))  # created here, because all processes are here
         # The processes compare their topologies below, where one that is alone would wait without end.
         if not dist.is_alone():
             meet(self, "Strategy.join()")
+            self._check_devices()
         self._spec = spec
         self.topology = Topology()  # _arrange may need rank and world size
         try:
@@ -256,7 +257,7 @@ class Strategy:
         assert self._spec is not None
         dist.init_alone(self._spec.complete_backend(self.config.backend, self._key_of_backend))
         self._owns_group = True
-        dist.leave_at_exit()
+        dist.leave_at_exit(self.device)
 
     def _check_group(self) -> None:
         """Raise StrategyError if an existing process group cannot send CPU tensors: counts, metrics, objects."""
@@ -265,6 +266,18 @@ class Strategy:
                 f'strategy.backend: the existing process group has the backend "{found}" and none for CPU tensors, '
                 f'create it with init_process_group("cpu:gloo,{found}") or let the strategy create it'
             )
+
+    def _check_devices(self) -> None:
+        """Raise StrategyError if processes share a device and nobody asked for it: each sees one, and it is the same."""
+        if self.device.type == "cpu" or self.config.backend is not None:
+            return
+        holder: dict[str, int] = {}
+        for rank, uuid in enumerate(dist.all_gather_object(device_uuid(self.device))):
+            if uuid is not None and (first := holder.setdefault(uuid, rank)) != rank:
+                raise StrategyError(
+                    f"strategy.device: ranks {first} and {rank} have the same {self.device.type} device ({uuid}), start one "
+                    "process per device; to let processes share one, name a strategy.backend that can"
+                )
 
     def _check_world(self, world_size: int) -> None:
         """Raise StrategyError if this strategy cannot run on ``world_size`` processes."""

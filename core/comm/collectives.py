@@ -341,9 +341,14 @@ def carries_cpu_tensors(backend: str) -> bool:
 
     The answer for a name that torch does not know is True, because torch uses such a back end for every device.
     """
+    return "cpu" in tensors_of(backend, default=["cpu"])
+
+
+def tensors_of(backend: str, default: list[str]) -> list[str]:
+    """Types of the devices whose tensors a back end (a name or ``device:name,...``) sends; ``default`` if torch does not say."""
     if ":" in backend:
-        return any(pair.partition(":")[0].strip() == "cpu" for pair in backend.lower().split(","))
-    return "cpu" in dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
+        return [pair.partition(":")[0].strip() for pair in backend.lower().split(",")]
+    return dist.Backend.backend_capability.get(backend.lower(), default)
 
 
 def group_backend() -> str:
@@ -412,12 +417,18 @@ def destroy_process_group() -> None:
 
 
 @functools.cache
-def leave_at_exit() -> None:
-    """Leave the process group when the interpreter exits; wait only a few seconds if it cannot be left."""
+def leave_at_exit(device: torch.device) -> None:
+    """Leave the process group when the interpreter exits; wait only a few seconds if it cannot be left.
+
+    Args:
+        device: this process's. Communicators are taken down on the current device, which each thread has for itself.
+    """
     ends, left = threading.Event(), threading.Event()
 
     def leave() -> None:
         ends.wait()
+        if device.index is not None:
+            torch.get_device_module(device).set_device(device)
         destroy_process_group()
         left.set()
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import ConfigError, StrategyError, one_of, suggest
-from ..comm.collectives import carries_cpu_tensors
+from ..comm.collectives import carries_cpu_tensors, tensors_of
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,17 @@ class DeviceSpec:
         """The back end ``asked``, with gloo added if it cannot send CPU tensors; None: the device's ``group_backend``.
 
         Raises:
-            ConfigError: the device is the CPU, and the back end cannot send CPU tensors.
+            ConfigError: the back end cannot send the device's tensors.
         """
         if asked is None:
             return self.group_backend
         if self.type != "cpu" and asked.lower() == self.backend:
             return self.group_backend
         if carries_cpu_tensors(asked):
+            if self.type not in tensors_of(asked, default=[self.type]):
+                raise ConfigError(
+                    f'{where}: "{asked}" cannot send {self.type} tensors, choose "{self.backend}" or leave it out'
+                )
             return asked
         if ":" in asked:
             return f"cpu:gloo,{asked}"
@@ -155,7 +159,7 @@ DEVICES = Devices(
 
 
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
-"""Environment variables that limit the devices a process sees; its LOCAL_RANK selects one of those."""
+"""Environment variables that limit the devices a process sees; its LOCAL_RANK selects one, if there are several."""
 
 
 def register_device(spec: DeviceSpec) -> DeviceSpec:
@@ -206,19 +210,29 @@ def device_spec(name: str | None, where: str = "strategy.device") -> DeviceSpec:
 def select_device(spec: DeviceSpec, local_rank: int) -> torch.device:
     """Return the device of the process with this ``local_rank``, and make it current.
 
+    A process that sees one device takes it: Slurm's ``--gpus-per-task=1`` and Kubernetes show each process its own.
+
     Raises:
-        StrategyError: this machine has fewer devices than processes.
+        StrategyError: this process sees fewer devices than its machine has processes, and more than one.
     """
     if spec.type in ("cpu", "mps"):
         return torch.device(spec.type)
     count = spec.module.device_count()
-    if local_rank >= count:
+    index = 0 if count == 1 else local_rank
+    if index >= count:
         raise StrategyError(
             f"strategy.device: local rank {local_rank} has no {spec.type} device, this machine has {count}"
         )
-    device = torch.device(spec.type, local_rank)
+    device = torch.device(spec.type, index)
     spec.module.set_device(device)
     return device
+
+
+def device_uuid(device: torch.device) -> str | None:
+    """What tells the device from all others, also of other machines; None where torch does not say."""
+    ask = None if device.type == "cpu" else getattr(DEVICES[device.type].module, "get_device_properties", None)
+    uuid = None if ask is None else getattr(ask(device), "uuid", None)
+    return None if uuid is None else str(uuid)
 
 
 def to_device(data: Any, device: torch.device, non_blocking: bool = True) -> Any:

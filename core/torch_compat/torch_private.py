@@ -576,6 +576,7 @@ _VALUES = (bool, int, float, str, type(None))
 _LARGEST = 10_000  # elements of a container in which modules are looked for; larger ones are vocabularies and the like
 _DEPTH = 4  # of containers and objects inside of each other
 _COMPILED = "_compiled_call_impl"
+_WEAK = "_flat_weight_refs"  # a recurrent layer's to its parameters; those of a copy would lead to the model
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -601,6 +602,8 @@ def copy_modules(model: nn.Module, shape_of: Callable[[Tensor], Sequence[int]]) 
                 own[key] = type(value)((name, _mapped(one, known, _DEPTH)) for name, one in value.items())
             elif key == "_non_persistent_buffers_set":
                 own[key] = set(value)
+            elif key == _WEAK:
+                own[key] = []
             else:
                 own[key] = None if key == _COMPILED else _mapped(value, known, _DEPTH)
     found: nn.Module = known[id(model)]
@@ -694,6 +697,19 @@ def replace_tensor(model: nn.Module, tensor: Tensor, by: Tensor | None) -> None:
             for key, one in held.items():
                 if one is tensor:
                     held[key] = by  # type: ignore[assignment]
+
+
+@contextmanager
+def swappable(model: nn.Module) -> Iterator[None]:
+    """Context in which ``torch.utils.swap_tensors`` takes parameters of recurrent layers, which have weak references to them. 2.6, 2.15."""
+    layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    for layer in layers:
+        setattr(layer, _WEAK, [])
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._init_flat_weights()
 
 
 def take_buffers(model: nn.Module) -> Callable[[], None]:

@@ -110,7 +110,7 @@ def told_progress(run: Run) -> Iterator[None]:
     if run.rank == 0:
         append_event(run.work_dir, "started", **facts, log=run.log_dir)
     path = os.environ.get(PROGRESS)
-    with _written_down(run, path) if path and os.environ.get("LOCAL_RANK") == "0" else nullcontext():
+    with _written_down(run, path) if path and run.strategy.launch.local_rank == 0 else nullcontext():
         yield
     if run.rank == 0:
         append_event(run.work_dir, "finished", iter=run.iter)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.base.errors import StrategyError
+from ...core.torch_compat.torch_private import swappable
 from ..sharding import has_shards
 from ..without_memory import ModelWithoutMemory, give_memory
 from .engine_internals import is_partitioned, own_shard
@@ -31,12 +32,13 @@ class SplitInit:
 
     def run(self, model: nn.Module, memory: ModelWithoutMemory) -> None:
         """Shard all of them, one after the other; a collective."""
-        for parameter in [*model.parameters()]:
-            if parameter.is_meta:
-                give_memory(parameter, torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._device))
-                if has_shards(parameter):  # DeepSpeed shards others when it makes the engine only
-                    self._split._zero_init_param(parameter)
-                    _check_dtype(parameter)
+        with swappable(model):
+            for parameter in [*model.parameters()]:
+                if parameter.is_meta:
+                    give_memory(parameter, torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._device))
+                    if has_shards(parameter):  # DeepSpeed shards others when it makes the engine only
+                        self._split._zero_init_param(parameter)
+                        _check_dtype(parameter)
         memory.initialise(model, _read, _write)
 
 

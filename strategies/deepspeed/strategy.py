@@ -121,7 +121,7 @@ class DeepSpeedStrategy(Strategy):
         self._engine: Any = None
         self._state: EngineState | None = None
         self._nobody: UsedByNobody | None = None
-        self._set_local_rank = False
+        self._local_rank: str | None = None  # as the launcher set it
         self._files = SwapFiles(self.config)
         self._without_memory = ModelWithoutMemory(keep_zeros=False)
         self._by_name: Mapping[str, nn.Parameter] = {}
@@ -144,10 +144,11 @@ class DeepSpeedStrategy(Strategy):
             self._spec = None  # another call must not find it set up
             raise
         self._join_alone()
-        # DeepSpeed reads it in many places, and only some launchers set it.
-        if "LOCAL_RANK" not in os.environ:
-            os.environ["LOCAL_RANK"] = str(self.launch.local_rank)
-            self._set_local_rank = True
+        # DeepSpeed reads it in many places as the index of the device. Only some launchers set it, and a process that sees
+        # one device has index 0.
+        self._local_rank = os.environ.get("LOCAL_RANK", "")
+        index = self.launch.local_rank if self.device.type == "cpu" else self.device.index
+        os.environ["LOCAL_RANK"] = str(index)
         engine_internals.forget_process_groups()  # those of an earlier strategy in this process
         init_distributed(spec.backend, self.device.type)
 
@@ -396,9 +397,11 @@ class DeepSpeedStrategy(Strategy):
         if began:
             engine_internals.forget_process_groups()
             restore_linear()
-        if self._set_local_rank:
+        if self._local_rank is not None:
             os.environ.pop("LOCAL_RANK", None)
-            self._set_local_rank = False
+            if self._local_rank:
+                os.environ["LOCAL_RANK"] = self._local_rank
+            self._local_rank = None
 
     # Around a micro-batch
 

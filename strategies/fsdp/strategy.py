@@ -33,7 +33,7 @@ from ...core.torch_compat.dtensor_private import (
     settle_root,
     settle_unit,
 )
-from ...core.torch_compat.torch_private import apply_to_tensors, gradient_hooks, has_values, with_values
+from ...core.torch_compat.torch_private import apply_to_tensors, gradient_hooks, has_values, swappable, with_values
 from ...optim.gradients import average
 from ...optim.wrapper import OptimWrapper
 from ..base import NOTHING, EvalStep, Optim, Strategy, kept_gradients
@@ -449,9 +449,10 @@ class FSDPStrategy(Strategy):
 
     def _materialize(self, model: nn.Module, *, on_host: bool) -> None:
         """Allocate this process's shard of every parameter that has no memory, and initialise it as the constructor does."""
-        for whole in self._whole:
-            if whole.is_meta:
-                give_memory(whole, torch.zeros_like(whole, device=self.device))
+        with swappable(model):
+            for whole in self._whole:
+                if whole.is_meta:
+                    give_memory(whole, torch.zeros_like(whole, device=self.device))
         if any(parameter.is_meta for parameter in model.parameters()):
             home = torch.device("cpu") if on_host else self.device
             # Buffers have their memory already.

@@ -71,6 +71,7 @@ class FakeModule:
     """Stands for ``torch.cuda`` on a machine with two devices."""
 
     current: Any = None
+    count = 2
 
     @classmethod
     def is_available(cls) -> bool:
@@ -78,7 +79,7 @@ class FakeModule:
 
     @classmethod
     def device_count(cls) -> int:
-        return 2
+        return cls.count
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
@@ -92,6 +93,8 @@ def test_a_process_takes_the_device_of_its_number(monkeypatch: pytest.MonkeyPatc
     assert FakeModule.current == torch.device("xpu", 1)
     with pytest.raises(StrategyError, match="^strategy.device: local rank 2 has no xpu device, this machine has 2$"):
         select_device(spec, 2)
+    monkeypatch.setattr(FakeModule, "count", 1)  # each process is shown its own
+    assert select_device(spec, 3) == FakeModule.current == torch.device("xpu", 0)
 
 
 def test_processes_share_the_cpu() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,7 +81,10 @@ def get_device_capability(device: DeviceLike = None) -> None:
 
 
 def get_device_properties(device: DeviceLike = None) -> SimpleNamespace:
-    return SimpleNamespace(name=get_device_name(device), total_memory=TOTAL_MEMORY)
+    visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+    index = _index(device)
+    uuid = f"chip {visible.split(',')[index] if visible else index}"
+    return SimpleNamespace(name=get_device_name(device), total_memory=TOTAL_MEMORY, uuid=uuid)
 
 
 def synchronize(device: DeviceLike = None) -> None:
