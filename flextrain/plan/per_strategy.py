@@ -311,8 +311,6 @@ def plan(
     if machine is not None:
         check_devices(machine, world_size, nodes)
         device_memory = machine.memory if device_memory is None else device_memory
-    elif measured is not None:
-        raise ConfigError("plan.calibrate: has no meaning without a machine, give --machine")
     if fit_axes is not None and measured is not None and measured.plan is None:
         raise ConfigError("plan.calibrate: with --fit, give PLAN.json:ddp=1.84s, with the plan of what was measured")
     if not Path(script).is_file():

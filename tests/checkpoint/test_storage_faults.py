@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -211,6 +213,42 @@ def test_the_best_that_could_not_be_saved_is_not_the_best(disk: Path, tmp_path: 
     assert hook.best_scores == {"accuracy": {"score": 0.5, "checkpoint": "best_accuracy_epoch_3"}}
     assert [name for name in complete(disk / "run") if "best" in name] == ["best_accuracy_epoch_3"]
     assert runner.message_hub.get_info("best_score") == 0.5
+
+
+def test_a_better_one_comes_while_the_best_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What failed is put aside before the next one is the best; otherwise that would be put aside with it."""
+    from flextrain.core.checkpoint import save as module
+
+    write, scores, is_better = module.write_shard, iter([0.5, 0.9]), threading.Event()
+
+    def written(path: Path, *args: Any) -> Any:
+        if path.parent.name == ".best_accuracy_epoch_1.tmp":
+            assert is_better.wait(60)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, *args)
+
+    class Scored(CheckpointHook):
+        def after_val_epoch(self, runner: Any, metrics: Any = None) -> None:
+            super().after_val_epoch(runner, {"accuracy": next(scores)})
+
+        def _save_best(self, runner: Any, key: str, score: float, name: str) -> None:
+            if score == 0.9:
+                is_better.set()
+            super()._save_best(runner, key, score, name)
+
+    monkeypatch.setattr(module, "write_shard", written)
+    hook = Scored(interval=-1, save_last=False, async_save=True, on_error="continue", save_best="accuracy")
+    runner = make_runner(
+        tmp_path,
+        train_cfg=dict(max_epochs=2),
+        default_hooks=dict(checkpoint=hook),
+        env_cfg=dict(dry_run=False),
+        **validation(),
+    )
+    runner.train()
+    assert hook.best_scores == {"accuracy": {"score": 0.9, "checkpoint": "best_accuracy_epoch_2"}}
+    assert runner.message_hub.get_info("best_score") == 0.9
+    assert complete(tmp_path) == ["best_accuracy_epoch_2"]
 
 
 # A folder that is deleted under a save

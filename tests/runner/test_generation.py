@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from flextrain import BaseMetric, ConfigError, FlexibleRunner, Hook
+from flextrain import BaseMetric, ConfigError, FlexibleRunner, Hook, OptimWrapper
 from flextrain.core.base.errors import StrategyError
+from flextrain.core.base.registry import STRATEGIES
 from flextrain.runner.loops.evaluate import calls_generate
-from flextrain.runner.predictions import check_generates
+from flextrain.runner.predictions import check_generates, generate
 from flextrain.strategies.parts import full_weights
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import alone
-from tests.strategies.whole_models import VOCABULARY, language_model
+from tests.strategies.whole_models import VOCABULARY, batch, language_model
 
 from .training import refuses
 
@@ -207,6 +209,32 @@ def test_a_model_that_generates_to_predict_is_that_of_one_device(
     assert expected["metrics"][0] != expected["metrics"][1]
     for found in workers2.run(trained, str(tmp_path / "two"), strategy, "predict"):
         close(found, expected)
+
+
+def keeps_gradients(kind: dict[str, Any]) -> None:
+    """Generating between two micro-batches, as losses of generated texts do."""
+    strategy = STRATEGIES.build(dict(kind), "strategy")
+    try:
+        strategy.join()
+        model, _ = strategy.setup(llama(), OptimWrapper(dict(type="SGD", lr=0.1)))
+        model(**batch(strategy.topology.rank)).loss.backward()
+        before = {name: local(parameter.grad).clone() for name, parameter in strategy.parameters()}
+        ids = torch.tensor([[5, 6, 7]])
+        options = dict(do_sample=False, max_new_tokens=3, attention_mask=torch.ones_like(ids))
+        generate(strategy, ids, options, seed=None, memory_limit=None, by_layer=False)
+        for name, parameter in strategy.parameters():
+            assert torch.equal(local(parameter.grad), before[name]), name
+    finally:
+        strategy.leave()
+
+
+def local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("strategy", [FSDP, DDP], ids=["fsdp", "ddp"])
+def test_gradients_stay(workers2: WorkerGroup, strategy: dict[str, Any]) -> None:
+    workers2.run(keeps_gradients, strategy)
 
 
 # Calls
