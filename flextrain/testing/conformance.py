@@ -116,9 +116,9 @@ class ConformanceError(FlexTrainError, AssertionError):
 
 # Checks of the basics come first, so that the first failure in the list is nearest to its cause.
 ORDER = (
-    "facts", "initial_weights", "gradients", "losses", "accumulation", "clipping", "clipping_by_value", "schedule", "frozen", "tied",
-    "evaluation", "full_weights", "precision", "overflow", "state_keys", "resume_itself", "resume_from_single", "resume_to_single",
-    "refusals", "teardown",
+    "facts", "initial_weights", "gradients", "losses", "accumulation", "clipping", "clipping_by_value", "schedule", "frozen",
+    "unused", "tied", "evaluation", "full_weights", "precision", "overflow", "state_keys", "resume_itself", "resume_from_single",
+    "resume_to_single", "refusals", "teardown",
 )  # fmt: skip
 
 

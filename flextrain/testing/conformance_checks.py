@@ -34,7 +34,7 @@ from .differences import (
     same_tensors,
 )
 from .loop import evaluate, learning_rates
-from .models import Batch, ConformanceNet
+from .models import Batch, ConformanceNet, PartlyUsed
 from .sessions import (
     Session,
     StrategyLike,
@@ -241,6 +241,22 @@ def frozen(tested: StrategyUnderTest) -> None:
     for name in names:
         require(name in weights[0], f"{name} is missing from the state")
         require(torch.equal(weights[0][name], weights[-1][name]), f"{name} changed in training")
+
+
+@check("parameters that no sample of an update uses do not move, as on a single device, or are refused")
+def unused(tested: StrategyUnderTest) -> None:
+    windows = one_each(batches(UPDATES))
+    for (batch,) in windows[1::2]:
+        batch["more"] = torch.linspace(-1.0, 1.0, 3 * SAMPLES).view(SAMPLES, 1, 3)
+    with single_device(adamw(), PartlyUsed, device=tested.strategy().config.device) as single:
+        expected = run(single, windows).weights
+    try:
+        with started(tested.spec, adamw(), PartlyUsed) as session:
+            found = run(session, windows).weights
+    except (ConfigError, StrategyError) as error:
+        raise RefusedError(str(error)) from None
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        same_tensors(ours, theirs, f"weights after {number} updates", tested.tolerance)
 
 
 @check("a tied weight stays one tensor and is stored once, under the first of its names")

@@ -201,3 +201,20 @@ class ConformanceNet(TinyTransformer):
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(self.norm(hidden))  # type: ignore[no-any-return]
+
+
+class PartlyUsed(TinyTransformer):
+    """A layer that no batch uses, and one that only batches with ``more`` use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare, self.extra = nn.Linear(3, 4), nn.Linear(3, self.num_classes)
+
+    def forward(self, x: Tensor, y: Tensor, mode: str = "loss", more: Tensor | None = None) -> Any:
+        """See SmallModel; ``more`` is (batch, 1, 3)."""
+        logits = self.logits(x)
+        if more is not None:
+            logits = logits + self.extra(more)
+        if mode == "loss":
+            return {"loss": functional.cross_entropy(logits.flatten(0, -2), y.flatten())}
+        return logits if mode == "tensor" else (logits.argmax(-1), y)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -31,9 +32,6 @@ from flextrain.strategies.parts import computes_alone
 from flextrain.testing import ConformanceError, WorkerGroup, check_strategy
 from flextrain.testing.conformance import ORDER
 from flextrain.testing.conformance_checks import CHECKS
-from flextrain.testing.loop import train
-from flextrain.testing.models import ConformanceNet
-from flextrain.testing.sessions import started
 
 from .splitting import CutsBatches, ForwardFirst
 
@@ -54,7 +52,10 @@ ARITHMETIC = ("initial_weights", "gradients", "accumulation", "clipping", "overf
 
 def test_ddp(workers2: WorkerGroup) -> None:
     report = check_strategy("DDPStrategy", workers=workers2)
-    assert [result.status for result in report.results] == ["passed"] * len(CHECKS)
+    statuses = {result.name: result.status for result in report.results}
+    assert statuses == {
+        name: "refused" if name == "unused" else "passed" for name in CHECKS
+    }  # it has an option for them
 
 
 @pytest.mark.full
@@ -70,6 +71,11 @@ def test_ddp(workers2: WorkerGroup) -> None:
 )
 def test_ddp_with_options(workers2: WorkerGroup, strategy: Any) -> None:
     assert check_strategy(strategy, workers=workers2, only=["gradients", "accumulation", "resume_itself"]).passed
+
+
+def test_ddp_that_finds_what_is_unused(workers2: WorkerGroup) -> None:
+    report = check_strategy(dict(type="DDPStrategy", find_unused_parameters=True), workers=workers2, only=["unused"])
+    assert [result.status for result in report.results] == ["passed"]
 
 
 @pytest.mark.full
@@ -100,27 +106,10 @@ def test_the_example_of_a_third_party(workers2: WorkerGroup) -> None:
     assert [result.status for result in report.results] == ["passed"] * len(CHECKS)
 
 
-class OneUsed(ConformanceNet):
-    """A layer that the loss does not need."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Linear(3, 3)
-
-
-def moved(path: Path) -> float:
-    """In a worker: how far an update moves what no process used, under the example's strategy."""
-    with (
-        loaded(path) as module,
-        started(module.OneMessageStrategy, OptimWrapper(dict(type="AdamW", lr=0.1)), OneUsed) as session,
-    ):
-        before = session.strategy.model_state()["unused.weight"].clone()
-        train(session.strategy, session.model, session.optim, [[ConformanceNet.sample(4, 0)]])
-        return float((session.strategy.model_state()["unused.weight"] - before).abs().max())
-
-
 def test_the_example_leaves_what_is_unused(workers2: WorkerGroup) -> None:
-    assert workers2.run(moved, EXAMPLE) == [0.0, 0.0]
+    with loaded(EXAMPLE) as module:
+        report = check_strategy(module.OneMessageStrategy, workers=workers2, only=["unused"])
+    assert [result.status for result in report.results] == ["passed"]
 
 
 @contextlib.contextmanager
@@ -281,6 +270,17 @@ class ThawsEverything(DDPStrategy):
         return super()._wrap(model.requires_grad_())
 
 
+class MovesWhatIsUnused(AveragesAtStep):
+    """Gives parameters without a gradient zeros, with which weight decay moves them."""
+
+    def before_step(self, optim: OptimWrapper) -> None:
+        for group in optim.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        super().before_step(optim)
+
+
 class Unties(DDPStrategy):
     def _wrap(self, model: nn.Module) -> nn.Module:
         head = model.get_submodule("head")
@@ -398,6 +398,7 @@ class DiesOnSecondTeardown(DDPStrategy):
         (SeesAllData, "facts", "one process for each part of the data must report"),
         (LosesGroups, "losses", "the loss of update 1 is"),
         (ThawsEverything, "frozen", "model.frozen.weight changed"),
+        (MovesWhatIsUnused, "unused", "weights after 1 updates: model."),
         (Unties, "tied", "different tensors"),
         (EvaluationMovesABuffer, "evaluation", "outputs for batch 0"),
         (GivesOtherWeights, "full_weights", "weights in full_weights"),
@@ -548,3 +549,6 @@ def test_arguments_are_checked(workers2: WorkerGroup) -> None:
 
 def test_every_check_has_its_place() -> None:
     assert sorted(ORDER) == sorted(CHECKS)
+    page = (Path(__file__).parents[2] / "docs" / "checking_strategies.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.MULTILINE)
+    assert rows == [(name, CHECKS[name][0]) for name in ORDER]
