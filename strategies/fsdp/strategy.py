@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Any, cast
 
 import torch
@@ -52,21 +53,30 @@ from .units import check_one_dtype, choose_roots, choose_units, described, freed
 
 
 class NotingErrors:
-    """Context around a micro-batch.
+    """Context around a micro-batch, or the evaluation of a batch.
 
     Attributes:
         has_seen: an error has left it, so that FSDP may have stopped in the middle.
         is_final: FSDP cannot go on after it.
+        is_open: the model computes at the moment.
+        thread: number of the thread in which it computes; 0 before it has.
     """
 
-    has_seen = is_final = False
+    has_seen = is_final = is_open = False
+    thread = 0
 
     def __enter__(self) -> None:
-        pass
+        self.is_open, self.thread = True, get_ident()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.is_open = False
         if kind is not None:
             self.has_seen = True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing computes, and no other thread may begin to."""
+        return not self.is_open and self.thread in (0, get_ident())
 
 
 def settle_gradients(parameters: Iterable[nn.Parameter]) -> list[RemovableHandle]:
@@ -309,10 +319,14 @@ class FSDPStrategy(Strategy):
 
     @property
     def module(self) -> nn.Module:
-        """See Strategy; its parameters are always the shards, also after a forward without backward, or after an error."""
-        self._reset_after_error()
-        for root in self._roots:
-            root.reshard()
+        """See Strategy; between micro-batches its parameters are the shards, also after a forward without backward or an error.
+
+        While the model computes, and to another thread than the one that does, they are as they are.
+        """
+        if self._noting.is_over:
+            self._reset_after_error()
+            for root in self._roots:
+                root.reshard()
         return super().module
 
     def join(self) -> None:
@@ -592,7 +606,8 @@ class FSDPStrategy(Strategy):
         for root in self._unsettled:
             settle_root(cast(nn.Module, root))
         self._unsettled = []
-        return super().evaluate(batch, step)
+        with self._noting:
+            return super().evaluate(batch, step)
 
     def abort_update(self) -> None:
         """See Strategy."""

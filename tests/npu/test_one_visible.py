@@ -66,3 +66,15 @@ def test_processes_share_a_device_on_request(simulated_npu: Path, tmp_path: Path
     losses, devices, _ = json.loads((tmp_path / "1.json").read_text())
     assert devices == ["npu"]
     assert losses == pytest.approx(train_on_cpu(tmp_path / "cpu"), rel=1e-5)
+
+
+def test_groups_are_left_on_the_device_of_the_process(simulated_npu: Path) -> None:
+    """At exit a thread leaves them, and every thread begins with device 0."""
+    ended = python(
+        "-c",
+        "import torch\n"
+        "from flextrain.core.comm import collectives\n"
+        "collectives.destroy_process_group = lambda: print('left on', torch.npu.current_device(), flush=True)\n"
+        "collectives.leave_at_exit(torch.device('npu', 1))\n",
+    )
+    assert ended.stdout.splitlines() == ["left on 1"], ended.stderr

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,6 +30,7 @@ from flextrain import (
 )
 from flextrain.core.base.registry import FUNCTIONS
 from flextrain.core.checkpoint import Checkpoint, save_checkpoint
+from flextrain.core.model.base_model import run_forward
 from flextrain.strategies import SingleDeviceStrategy
 from flextrain.strategies.fsdp import strategy as fsdp_strategy
 from flextrain.strategies.fsdp import strategy as nodes
@@ -497,6 +500,43 @@ def interrupted(*, in_backward: bool) -> None:
     for key, value in whole(strategy).items():
         assert torch.equal(value, weights[key]), key
     strategy.leave()
+
+
+def looked_at(where: str) -> None:
+    """In a worker: something asks for the module while the model computes; the run is as without it."""
+
+    def look(*_: Any) -> None:
+        if where == "another thread":
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(lambda: strategy.module).result()
+        else:
+            assert strategy.module is called
+
+    found = []
+    for looks in (False, True):
+        strategy, called, optim = prepared(reshard_after_forward=True)
+        if looks and where == "backward":
+            called.blocks[1].register_full_backward_hook(look)
+        elif looks:
+            called.blocks[1].register_forward_hook(look)
+        windows = [
+            [{"x": torch.cat([data(rank, 2 * update + i) for rank in range(2)])} for i in range(2)] for update in (0, 1)
+        ]
+        losses = train(strategy, called, optim, windows).losses
+        called.eval()
+        step: Any = SimpleNamespace(predict=partial(run_forward, called))
+        with torch.no_grad():
+            evaluated = float(strategy.evaluate(windows[0][0], step)["loss"])
+        found.append((losses, evaluated, whole(strategy)))
+        strategy.leave()
+    assert found[0][:2] == found[1][:2]
+    for key, value in found[0][2].items():
+        assert torch.equal(found[1][2][key], value), key
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "another thread"])
+def test_the_module_may_be_asked_for_while_it_computes(workers2: WorkerGroup, where: str) -> None:
+    workers2.run(looked_at, where)
 
 
 def interrupted_before_torch_could_go_on() -> None:
