@@ -276,8 +276,11 @@ class EarlyStoppingHook(Hook):
             self._has_warned = True
 
     def before_train(self, runner: Run) -> None:
-        """Compare metrics from now on."""
+        """Compare metrics from now on; a resumed run that had stopped, and would by its rules of now, stops at once."""
         self._is_training = True
+        if reason := self._reason_in_state():
+            runner.train_loop.stop_training = True
+            runner.logger.info("Training stops: %s; change custom_hooks to go on", reason)
         if runner.train_loop.by_epoch and self.patience >= runner.max_epochs:
             runner.logger.warning(
                 f"EarlyStoppingHook.patience: {self.patience} validations without improvement do not fit into the "
@@ -325,18 +328,22 @@ class EarlyStoppingHook(Hook):
             return f"{name} is not finite, the best value was {self.best_score:.4f}"
         if self.stopping_threshold is not None and is_better(self.rule, score, self.stopping_threshold):
             self.best_score = score
-            return f"{name} is {self.rule} than stopping_threshold = {self.stopping_threshold}"
+            return self._reason_in_state()
         needed = self.best_score + (self.min_delta if self.rule == "greater" else -self.min_delta)
         # A difference of exactly min_delta is an improvement; NaN and infinity (with check_finite=False) never are.
         if (score == needed and math.isfinite(score)) or is_better(self.rule, score, needed):
             self.best_score, self.wait_count = score, 0
             return None
         self.wait_count += 1
-        if self.wait_count < self.patience:
+        return self._reason_in_state()
+
+    def _reason_in_state(self) -> str | None:
+        best = f"{self.best_score:.4f}"
+        if self.stopping_threshold is not None and is_better(self.rule, self.best_score, self.stopping_threshold):
+            return f"{self.monitor} = {best} is {self.rule} than stopping_threshold = {self.stopping_threshold}"
+        if self.wait_count < max(self.patience, 1):
             return None
-        return (
-            f"{self.monitor} has not improved in {self.wait_count} validations, the best value is {self.best_score:.4f}"
-        )
+        return f"{self.monitor} has not improved in {self.wait_count} validations, the best value is {best}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best score and the number of validations since it was reached."""

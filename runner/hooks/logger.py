@@ -99,7 +99,7 @@ class ClosingSummary:
             ending: what has ended it early; empty: nothing has.
         """
         runner = self._runner
-        rows = [("ended", ending or "as configured")]
+        rows = [("ended", ending or self._own_end())]
         rows += [("to go on", self._way_on())] if ending else []
         rows += [("time", self._times())]
         rows += [("starts", text)] if (text := _starts(runner)) else []
@@ -117,6 +117,12 @@ class ClosingSummary:
         parts = {"validation": self._validated_s + now, "saving": self._runner.saving_s - self._saved_s}
         parts |= {"waiting for data": timers[0]} if timers else {}
         return {"training": max(whole - sum(parts.values()), 0.0), **parts, "all": whole}
+
+    def _own_end(self) -> str:
+        """Return how a run ended that nothing has interrupted."""
+        if not self._runner.train_loop.stop_training:
+            return "as configured"
+        return f"early{self._position()}, a hook has set train_loop.stop_training"
 
     def _way_on(self) -> str:
         try:

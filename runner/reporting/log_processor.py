@@ -101,7 +101,7 @@ class LogProcessor:
         custom_cfg: list[dict[str, Any]] | None = None,
         num_digits: int = 4,
         log_with_hierarchy: bool = False,
-        mean_pattern: str = r".*(loss|time|data_time|grad_norm).*",
+        mean_pattern: str = r"loss|\b(time|data_time|grad_norm)\b",
     ) -> None:
         if window_size < 1:
             raise ConfigError(f"log_processor.window_size: {window_size} is not allowed, give 1 or more")

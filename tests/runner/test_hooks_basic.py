@@ -300,6 +300,17 @@ def test_patience_goes_on_where_a_resumed_run_had_stopped_counting(runner: Any) 
     assert stops_after(after, runner, [0.9]) == 1
 
 
+def test_a_threshold_that_was_passed_stops_a_resumed_run_too(runner: Any) -> None:
+    before = EarlyStoppingHook("accuracy", stopping_threshold=0.9)
+    assert stops_after(before, runner, [0.95]) == 1
+    for threshold, stops in ((0.9, True), (0.97, False)):
+        after = EarlyStoppingHook("accuracy", stopping_threshold=threshold)
+        after.load_state_dict(before.state_dict())
+        runner.train_loop.stop_training = False
+        after.before_train(runner)
+        assert runner.train_loop.stop_training is stops
+
+
 def test_a_validation_outside_of_training_is_not_counted(runner: Any) -> None:
     hook = EarlyStoppingHook("accuracy", patience=1)
     hook.after_val_epoch(runner, {"accuracy": math.nan})

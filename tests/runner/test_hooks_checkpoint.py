@@ -190,6 +190,25 @@ def test_training_that_stops_early_saves_its_last_state(new_run: Callable[..., F
         assert saved(folder) == expected
 
 
+def test_what_stopped_early_stays_so_until_the_rule_is_another(
+    new_run: Callable[..., FlexibleRunner], tmp_path: Path
+) -> None:
+    def started(patience: int, scores: list[float]) -> str:
+        stopping = {"type": "EarlyStoppingHook", "monitor": "accuracy", "patience": patience}
+        checkpoints = with_checkpoints(interval=5)
+        run = new_run(scores=scores, custom_hooks=[stopping], default_hooks=checkpoints, resume=True)
+        run.train()
+        return (Path(run.log_dir) / f"{run.timestamp}.log").read_text()
+
+    assert "  ended        early at epoch 2, a hook has set train_loop.stop_training\n" in started(1, [0.5, 0.5])
+    for _ in range(3):
+        log = started(1, [0.5])
+        assert log.count("Training stops: accuracy has not improved in ") == 1
+        assert saved(tmp_path / "work") == ["epoch_2"]
+    assert "as configured" in started(9, [0.5] * 9)
+    assert saved(tmp_path / "work") != ["epoch_2"]
+
+
 def test_the_optimizer_can_be_left_out(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
     options = {"interval": 3, "save_optimizer": False, "save_param_scheduler": False}
     new_run(param_scheduler={"type": "LinearLR"}, default_hooks=with_checkpoints(**options)).train()

@@ -68,9 +68,13 @@ def test_names_that_match_the_pattern_show_a_mean_and_others_the_newest_value(ne
         runner.message_hub.update_scalar("train/grad_norm", float(i))
         runner.message_hub.update_scalar("train/accuracy", float(i))
         runner.message_hub.update_scalar("train/head.lr", float(i))
+        runner.message_hub.update_scalar("train/norm/time_embed", float(i))  # "time" as a word only
     record, line = runner.log_processor.get_log_after_iter(runner, 3, "train")
     assert (record["grad_norm"], record["accuracy"], record["head.lr"]) == (1.5, 3.0, 3.0)
-    assert line.endswith("]  head.lr: 3.0000e+00  memory: 970  grad_norm: 1.5000  accuracy: 3.0000")
+    assert record["norm/time_embed"] == 3.0
+    assert line.endswith(
+        "]  head.lr: 3.0000e+00  memory: 970  grad_norm: 1.5000  accuracy: 3.0000  norm/time_embed: 3.0000"
+    )
     other = LogProcessor(mean_pattern="acc")
     record = other.get_log_after_iter(runner, 3, "train")[0]
     assert (record["grad_norm"], record["accuracy"]) == (3.0, 1.5)
