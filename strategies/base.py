@@ -522,7 +522,8 @@ class Strategy:
         - ``model.<name>``: parameters and persistent buffers, except those that are left out by ``exclude_frozen_parameters``;
         - ``optim.state.<name>.<key>``: the optimizer state of a parameter, if it exists yet;
         - ``optim.group.<name>.<key>``: its current hyper-parameters, and the class of its optimizer as ``optimizer``; of a frozen
-          parameter only if its group has no trained one, which would have the same.
+          parameter only if its group has no trained one, which would have the same;
+        - ``optim.own.<name>``: tensors and plain values that only a subclass knows; they belong to the optimizer's state.
 
         Needs no communication. Each process returns its own state; a checkpoint stores equal entries of several once.
         Buffers are those of the first process that has them, as in evaluation (see ``share_buffers``); the running

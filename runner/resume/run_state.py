@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ...core.base.errors import CheckpointError, ConfigError, FlexTrainError, counted
+from ...core.base.errors import CheckpointError, ConfigError, FlexTrainError, StrategyError, counted
 from ...core.base.events import job
 from ...core.base.tensors import replica_of
 from ...core.checkpoint import (
@@ -35,7 +35,7 @@ from ...core.model.module_state import own_loading
 from ...core.random.generators import rng_state
 from ...core.torch_compat.torch_private import storage_key
 from ...core.version import __version__
-from ...optim.canonical import FROZEN
+from ...optim.canonical import FROZEN, OWN
 from ...strategies.parts import (
     aliases,
     check_replicas,
@@ -251,6 +251,10 @@ def save(
     """
     strategy, topology = runner.strategy, runner.strategy.topology
     state: dict[str, Any] = strategy.state()
+    if strays := [key for key in state if not key.startswith((_MODEL, _OPTIMIZER))]:
+        raise StrategyError(
+            f'{type(strategy).__name__}.state(): "{strays[0]}" is no key for a strategy, name what is its own "{OWN}{strays[0]}"'
+        )
     if not save_optimizer:
         state = {key: value for key, value in state.items() if not key.startswith("optim.")}
     elif runner.optim_wrapper is not None:
@@ -366,6 +370,7 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
         prepare(runner, checkpoint)
         with piece(path, "optim", "optimizer"):
             template = strategy.template(saved)
+    _tell_what_is_left(runner, path, saved, template)
     absent = {f"model.{name}" for name in left_out(strategy)} - checkpoint.entries.keys()
     live = {key: tensor for key, tensor in _live_model(runner).items() if key not in absent}
     _, _, report = match_weights(checkpoint, live, aliases(strategy))
@@ -409,6 +414,19 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
     if options.random:
         with piece(path, "rng", "random"):
             load_random(runner, values["rng"], values["processes"])
+
+
+def _tell_what_is_left(runner: Run, path: Path, saved: Mapping[str, Any], template: Container[str]) -> None:
+    """Log which tensors another strategy has saved as its own, that this one does not take over; a collective."""
+    own = sorted(key for key, info in saved.items() if key.startswith(OWN) and hasattr(info, "shape"))
+    if not own:
+        return
+    taken = {key for part in gather_differing(tuple(key for key in own if key in template)) for key in part}
+    if left := [key for key in own if key not in taken]:
+        more = f" and {counted(len(left) - 1, 'other tensor')}" if len(left) > 1 else ""
+        runner.logger.warning(
+            f"{path}: {type(runner.strategy).__name__} does not take over {left[0]}{more}, which the strategy that saved it had of its own"
+        )
 
 
 def _wanted(runner: Run, options: Resume) -> Iterator[tuple[str | None, tuple[str, ...]]]:

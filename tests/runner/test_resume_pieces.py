@@ -11,11 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flextrain import CheckpointError, ConfigError, FlexibleRunner
+from flextrain import CheckpointError, ConfigError, FlexibleRunner, SingleDeviceStrategy, StrategyError
 from flextrain.core.checkpoint import Checkpoint
 from flextrain.runner.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, Hook
 
-from .training import SGD, SaveEvery, change_values, differences, make_runner, refuses, validation, whole_state
+from .training import (
+    SGD,
+    SaveEvery,
+    change_values,
+    differences,
+    log_lines,
+    make_runner,
+    refuses,
+    validation,
+    whole_state,
+)
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -407,3 +417,64 @@ def test_one_group_cannot_hold_two_rates(tmp_path: Path) -> None:
         CheckpointError, "first.weight has lr=0.005, and shares a group now with parameters that have 0.01; give"
     ):
         make_runner(tmp_path / "rest", **config, resume=str(tmp_path / "iter_9")).train()
+
+
+# What is a strategy's own
+
+
+class Remembers(SingleDeviceStrategy):
+    """Has a tensor and a plain value of its own."""
+
+    tensor, value = "optim.own.rest", "optim.own.sent"
+
+    def setup(self, model: nn.Module, optim: Any = None) -> Any:
+        self.rest, self.sent = torch.zeros(3), 0
+        return super().setup(model, optim)
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {self.tensor: self.rest, self.value: self.sent}
+
+    def template(self, saved: Any) -> dict[str, Tensor]:
+        return super().template(saved) | ({self.tensor: self.rest} if self.tensor in saved else {})
+
+    def load(self, state: Any) -> None:
+        super().load(state)
+        self.sent = state.get(self.value, 0)
+
+
+def test_what_is_a_strategys_own_belongs_to_the_optimizer(tmp_path: Path) -> None:
+    def remembered(**options: Any) -> tuple[float, int]:
+        runner = make_runner(tmp_path / "again", strategy=Remembers())
+        runner.resume(tmp_path / "whole" / "iter_3", **options)
+        return float(runner.strategy.rest.sum()), runner.strategy.sent
+
+    runner = make_runner(tmp_path / "whole", strategy=Remembers())
+    runner.train()
+    runner.strategy.rest.fill_(2.0)
+    runner.strategy.sent = 4
+    runner.save_checkpoint(tmp_path / "whole", "iter_3")
+    runner.save_checkpoint(tmp_path / "whole", "weights", save_optimizer=False)
+    assert not {Remembers.tensor, Remembers.value} & Checkpoint.open(tmp_path / "whole" / "weights").saved.keys()
+    assert remembered() == (6.0, 4)
+    assert remembered(resume_optimizer=False) == (0.0, 0)
+    another = make_runner(tmp_path / "another", log_level="WARNING")
+    with log_lines() as lines:
+        runner.resume(tmp_path / "whole" / "iter_3")
+        another.resume(tmp_path / "whole" / "iter_3", resume_optimizer=False)
+        assert not lines
+        another.resume(tmp_path / "whole" / "iter_3")
+    assert lines == [
+        f"{tmp_path}/whole/iter_3: SingleDeviceStrategy does not take over optim.own.rest, which the strategy that saved it "
+        "had of its own"
+    ]
+
+
+def test_a_name_that_no_strategy_may_use(tmp_path: Path) -> None:
+    class Strays(Remembers):
+        tensor = "rest"
+
+    runner = make_runner(tmp_path, strategy=Strays())
+    runner.train()
+    says = 'Strays.state(): "rest" is no key for a strategy, name what is its own "optim.own.rest"'
+    with refuses(StrategyError, exactly=says):
+        runner.save_checkpoint(tmp_path, "saved")
