@@ -295,8 +295,11 @@ class Registry:
             if "." in key:
                 return import_dotted(key, where)
             names = [*self, *self.short_names(), *others]
-            listed = f", choose {one_of(sorted(names))}" if names and self._lists_names else ""
-            hint = f', did you mean "{NAMES[key]}"?' if NAMES.get(key) in names else suggest(key, names) or listed
+            hint = f', did you mean "{NAMES[key]}"?' if NAMES.get(key) in names else self._suggest(key, names)
+            if not hint and names and self._lists_names:
+                hint = f", choose {one_of(sorted(names))}"
+                if key.endswith(self.name.title()):  # a class of the user's
+                    hint += f"; one of your own: import its module, or give package.module:{key}"
             raise UnknownNameError(f'{where}: "{key}" is no known {self.name}{hint}')
         if _is_factory(key):
             return key
@@ -399,6 +402,15 @@ class Registry:
         if isinstance(cfg, str) or _is_factory(cfg):
             return cfg, {}
         raise ConfigError(f"{where}: {_brief(cfg)} is not allowed, give dict(type=...), a class, or a name")
+
+    def _suggest(self, key: str, names: Iterable[str]) -> str:
+        """The name most like ``key``; where both end in the kind, as classes do, by what is before it."""
+        ending = self.name.title()
+        stems = {name.removesuffix(ending): name for name in names if name.endswith(ending)}
+        if not (stem := key.removesuffix(ending)) or stem == key:
+            return suggest(key, names)
+        found = nearest(stem, stems)
+        return f', did you mean "{stems[found]}"?' if found else ""
 
     def _find(self, key: str) -> Factory | None:
         if key not in self._modules:

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from ..core.base.errors import ConfigError
-from ..core.base.registry import STRATEGIES
 from .checkpoint import with_checkpoint, with_seconds
 from .child import RankAnswer, ask
 from .fit import LIMIT, ordered, search
@@ -319,9 +318,9 @@ def plan(
         raise ConfigError(f"plan.timeout: {timeout_s:g} is not allowed, give more than 0 seconds")
     jobs = []
     for strategy in strategies:
-        given = strategy if isinstance(strategy, str) else dict(strategy)
-        if isinstance(given, str) and given.partition(":")[0] in STRATEGIES.short_names():  # the script may know others
-            STRATEGIES.expand(given, "strategies")
+        given = (
+            strategy if isinstance(strategy, str) else dict(strategy)
+        )  # the script may know names and axes of its own
         jobs.append(PlannedJob(script, given, world_size, nodes, tuple(arguments), dict(changes or {})))
     # Errors now, because planning takes minutes.
     if measured is not None and machine is not None:

@@ -237,6 +237,8 @@ _FOR_STRATEGIES = {
     "Needs": "flextrain.strategies:Needs",
     "StrategyConfig": "flextrain.strategies:StrategyConfig",
     "TrainStep": "flextrain.strategies.base:TrainStep",
+    "Layout": "flextrain.strategies.mesh.axis:Layout",
+    "MeshConfig": "flextrain.strategies.mesh:MeshConfig",
 }
 """What docs/strategies.md imports from other modules, for strategies of one's own."""
 
@@ -367,7 +369,7 @@ def find(name: str) -> list[Entry]:
     for group in KINDS:
         if "." not in name and _known(group, name):
             return [of_registry(group, name)]
-    if found := [each for each in options if each.name.endswith(f".{name}")]:
+    if found := [each for each in options if each.name.endswith(f".{name}")] or list(_members(name)):
         return found
     if outer and importlib.util.find_spec(name.partition(".")[0]) is not None:
         with contextlib.suppress(FlexTrainError, UnknownNameError):
@@ -376,7 +378,23 @@ def find(name: str) -> list[Entry]:
 
 
 def _of_path(name: str, target: Any) -> Entry:
-    return describe(name, target, "class" if inspect.isclass(target) else "function", "")
+    if not inspect.isclass(target):
+        return describe(name, target, "function", "")
+    methods = () if issubclass(target, Config) else tuple(methods_of(target))  # pydantic's are no matter of the user's
+    return replace(describe(name, target, "class", ""), methods=methods)
+
+
+def _members(name: str) -> Iterator[Entry]:
+    """The entries of a method or property without its class: of the public classes that define it themselves."""
+    classes = {
+        f"{package}.{each}": getattr(importlib.import_module(package), each)
+        for package in _PUBLIC
+        for each in importlib.import_module(package).__all__
+    }
+    classes |= {each: import_path(path, "show") for each, path in _FOR_STRATEGIES.items()}
+    for home, kind in classes.items():
+        if inspect.isclass(kind) and name in vars(kind) and not name.startswith("_"):
+            yield from (part for entry in find(home) for part in _part(entry, name))
 
 
 def _part(entry: Entry, name: str) -> Iterator[Entry]:
@@ -396,9 +414,10 @@ def _part(entry: Entry, name: str) -> Iterator[Entry]:
             )
     for method in entry.methods:
         if method.name == name:
-            function = getattr(import_path(entry.home, "show"), name)
-            if isinstance(function, property):
-                yield Entry(full, "property", entry.group, f"{entry.home}.{name}", method.summary)
+            function = getattr(import_path(entry.home, "show"), name, None)
+            if isinstance(function, property) or not callable(function):
+                kind = "property" if isinstance(function, property) else "attribute"
+                yield Entry(full, kind, entry.group, f"{entry.home}.{name}", method.summary)
             else:
                 text = f"{name}{method.signature}"
                 yield replace(describe(full, function, "method", entry.group), example=text, see_also=(entry.name,))

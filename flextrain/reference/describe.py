@@ -150,6 +150,8 @@ class Docstring:
     """Meanings by name, of arguments and attributes."""
     types: dict[str, str] = field(default_factory=dict)
     """Types by name, where the docstring has them: ``lr (float): ...``."""
+    attributes: dict[str, str] = field(default_factory=dict)
+    """Meanings of the attributes alone."""
     returns: str = ""
     raises: tuple[Raised, ...] = ()
     example: str = ""
@@ -169,6 +171,8 @@ def read_docstring(text: str | None) -> Docstring:
                 for each in re.split(r", *", names):
                     found.arguments.setdefault(each.lstrip("*"), meaning)
                     found.types.setdefault(each.lstrip("*"), kind)
+                    if name == "Attributes":
+                        found.attributes[each] = meaning
         elif name == "Raises":
             found.raises = tuple(
                 Raised(each, meaning) for names, _, meaning in _items(content) for each in re.split(r", *", names)
@@ -333,8 +337,6 @@ def _noun(target: Any) -> str:
     return "class" if inspect.isclass(target) else "function"
 
 
-_HIDDEN = frozenset({"self", "cls", "where"})
-"""Parameters that no user gives; ``where`` is the configuration key for messages."""
 _STARS: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
 
@@ -394,7 +396,7 @@ def arguments_of(target: Any, filled_in: Collection[str] = ()) -> Iterator[Argum
     meanings, types = _said_of_arguments(target)
     hints = _hints(target)
     for parameter in signature_of(target).values():
-        if parameter.name in _HIDDEN or parameter.name.startswith("_"):
+        if _is_hidden(parameter) or parameter.name.startswith("_"):
             continue
         stars = _STARS.get(parameter.kind, "")
         if stars and parameter.name not in meanings:
@@ -442,8 +444,11 @@ def _takes(model: type[Config], values: dict[str, Any]) -> bool:
 
 
 def methods_of(kind: type[Any]) -> Iterator[Method]:
-    """The public methods and properties that a class, or a base of the same library, defines, in their order."""
+    """The attributes of a class that its docstring names, and its public methods and properties, with those of its bases."""
     package = kind.__module__.partition(".")[0]
+    given = signature_of(kind)
+    meanings = {name: text for owner in reversed(kind.__mro__) for name, text in _attributes(owner, package).items()}
+    yield from (Method(name, "", text) for name, text in meanings.items() if name not in given)
     seen: set[str] = set()
     for owner in kind.__mro__:
         if owner.__module__.partition(".")[0] != package:
@@ -459,6 +464,11 @@ def methods_of(kind: type[Any]) -> Iterator[Method]:
                 yield Method(name, _signature(function), _summary_of_method(kind, name))
 
 
+def _attributes(owner: type[Any], package: str) -> dict[str, str]:
+    said = owner.__module__.partition(".")[0] == package
+    return read_docstring(owner.__doc__).attributes if said else {}
+
+
 def _summary_of_method(kind: type[Any], name: str) -> str:
     """The first sentence of a method's docstring, or of the one that it overrides."""
     for owner in kind.__mro__:
@@ -470,12 +480,18 @@ def _summary_of_method(kind: type[Any], name: str) -> str:
 def _signature(function: Callable[..., Any]) -> str:
     names = []
     for parameter in signature_of(function).values():
-        if parameter.name in _HIDDEN:
+        if _is_hidden(parameter):
             continue
         stars = _STARS.get(parameter.kind, "")
         default = "" if parameter.default is parameter.empty else f"={default_text(parameter.default)}"
         names.append(f"{stars}{parameter.name}{default}")
     return f"({', '.join(names)})"
+
+
+def _is_hidden(parameter: inspect.Parameter) -> bool:
+    """Whether no user gives it, such as ``where``, the configuration key for messages, unless a call is wrong without it."""
+    is_needed = parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty
+    return parameter.name in ("self", "cls") or (parameter.name == "where" and not is_needed)
 
 
 def _default(parameter: inspect.Parameter) -> str | None:

@@ -43,7 +43,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class Method:
-    """A public method or property of a class: its name, its signature (empty for a property), one sentence."""
+    """A public method, property or attribute of a class: its name, its signature (of a method alone), one sentence."""
 
     name: str
     signature: str
@@ -68,7 +68,7 @@ class Entry:
         raises: what it raises.
         example: keywords of FlexibleRunner, or Python.
         source: the paper or page behind it.
-        methods: public methods and properties, for classes that users call or override.
+        methods: public methods, properties and attributes, for classes that users call or override.
         see_also: names of other entries.
         unavailable: why it cannot be used on this machine; empty if it can.
     """
@@ -151,7 +151,7 @@ class PrintedEntry:
                 "Raises", *(Text.assemble((each.name, "bold"), f": {each.meaning}") for each in entry.raises)
             )
         if entry.methods:
-            yield from _section("Methods and properties")
+            yield from _section("Attributes and methods")
             for method in entry.methods:
                 yield from _method(method, as_lines)
         if entry.example:

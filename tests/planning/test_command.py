@@ -38,6 +38,36 @@ def test_one_of_1024_ranks(capsys, tmp_path, monkeypatch):
     assert gathered == 4 * 4 * (1024 * 256 + 1024 + 1024 * 1000 + 1024)
 
 
+OWN_AXIS = """
+from flextrain import STRATEGIES, Axis, MeshStrategy
+from flextrain.strategies.mesh import MeshConfig
+
+class Members(Axis):
+    name = "members"
+    folds = True
+
+class MembersConfig(MeshConfig):
+    members: int = 1
+
+@STRATEGIES.register_module()
+class MembersMesh(MeshStrategy):
+    Config, axes = MembersConfig, (Members, *MeshStrategy.axes)
+    short_names = {"mesh": {}}
+"""
+
+
+@pytest.mark.processes
+def test_an_axis_that_the_script_registers(capsys, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"{OWN_AXIS}\nimport runpy\nrunpy.run_path({SCRIPT!r}, run_name='__main__')\n")
+    strategies = "mesh:members2,mesh:foo2"
+    assert main(["plan", str(script), "--world-size", "2", "--strategies", strategies, "--json", "--", "mlp"]) == 1
+    first, second = json.loads(capsys.readouterr().out)["strategies"]
+    assert (first["status"], second["status"]) == ("planned", "refused")
+    assert 'strategies: "mesh:foo2" has "foo", choose dp, ' in second["message"]
+    assert "members" in second["message"]
+
+
 NO_CUDA = """
 import torch
 
@@ -151,7 +181,6 @@ def test_sizes(text, size):
         ("--world-size 0", "plan.world_size: 0 with 1 nodes is not allowed, give 1 or more"),
         ("--strategies ,", "plan.strategies: is empty"),
         ("--strategies ddp,fsdp,ddp", 'plan.strategies: "ddp" is there twice, leave one out'),
-        ("--strategies ddp,mesh:foo2", 'strategies: "mesh:foo2" has "foo", choose dp, '),
         ("--timeout 0", "plan.timeout: 0 is not allowed, give more than 0 seconds"),
         ("--calibrate ddp=1s", "plan.calibrate: has no meaning without a machine, give --machine"),
         ("--machine h100 --calibrate fsd=1s", 'plan.calibrate: "fsd" is not planned, choose ddp or fsdp, did you'),

@@ -145,3 +145,7 @@ def test_an_unknown_name_without_a_near_one_lists_those_there_are() -> None:
         'strategy.type: "ColossalAI" is no known strategy, choose DDPStrategy, DeepSpeedStrategy, FSDPStrategy, MeshStrategy, '
         "NPUStrategy, SingleDeviceStrategy, ddp, fsdp, mesh, npu, single, zero0, zero1, zero2 or zero3"
     )
+    with pytest.raises(ConfigError) as caught:  # "NPUStrategy" is like it in nothing but its end
+        build_strategy("TopKStrategy")
+    assert str(caught.value).startswith('strategy.type: "TopKStrategy" is no known strategy, choose DDPStrategy, ')
+    assert str(caught.value).endswith("; one of your own: import its module, or give package.module:TopKStrategy")
