@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from flextrain import MeshStrategy
 from flextrain.core.base.errors import StrategyError
+from flextrain.core.torch_compat.torch_private import is_compiled
 from flextrain.runner.loops.step import Stepper
 from flextrain.strategies.mesh.axis import own_random_numbers
 from flextrain.strategies.mesh.tensor import TensorParallel, local_tensors
@@ -248,6 +249,17 @@ def own_plan_masks() -> list[int]:
     finally:
         local_tensors.own_random_numbers = before
     return [*drawn, int(torch.randint(2**40, ()))]
+
+
+def compiled() -> bool:
+    """In a worker: whether a model without units of FSDP is compiled."""
+    spec = dict(type="MeshStrategy", tp=2, plan=SEPARATE, compile=dict(backend="eager"))
+    with started(spec, "plain", ADAMW) as session:
+        return is_compiled(session.strategy.module)
+
+
+def test_a_model_without_units_is_compiled_as_a_whole(workers2: WorkerGroup) -> None:
+    assert workers2.run(compiled) == [True, True]
 
 
 @pytest.mark.full

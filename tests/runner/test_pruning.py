@@ -313,3 +313,25 @@ def test_optuna_prunes_and_its_sampler_is_not_seeded_by_runs(tmp_path: Path) -> 
     assert list(study.trials[2].intermediate_values) == [1]
     assert Path(study.best_trial.user_attrs["work_dir"]).parent == tmp_path
     assert study.best_value == study.best_trial.intermediate_values[3], "val() at the end says the same"
+
+
+class OfOptuna(Trial):
+    """One that the search knows as its own by the module of its class."""
+
+    __module__ = "optuna.trial"
+
+
+def pruned_by_optuna(folder: str) -> str:
+    trial = OfOptuna(prune_after=1) if os.environ["RANK"] == "0" else None
+    with run(folder, trial) as runner:
+        try:
+            runner.train()
+        except Exception as error:
+            return type(error).__module__
+    return "nothing was raised"
+
+
+@NEEDS_OPTUNA
+@pytest.mark.distributed
+def test_every_process_raises_what_the_search_of_rank_0_expects(workers2: WorkerGroup, tmp_path: Path) -> None:
+    assert workers2.run(pruned_by_optuna, str(tmp_path)) == ["optuna.exceptions"] * 2
