@@ -12,9 +12,11 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+
+from .device import DEVICE
 
 # The session of pytest-xdist that only hands out tests does without torch: what needs it is imported where it is used.
 if TYPE_CHECKING:
@@ -99,10 +101,18 @@ def workers() -> Iterator[WorkerFactory]:
     """``workers(n)`` is the session's group of n processes, started when it is first asked for."""
     from flextrain.testing import WorkerGroup
 
-    groups: dict[int, WorkerGroup] = {}
+    groups: dict[int, Any] = {}
+    kind: Any = WorkerGroup
+    if DEVICE == "npu":
+        from .npu.simulated import NpuWorkers, built
+
+        kind = NpuWorkers
+        built()
 
     def group_of(world_size: int) -> WorkerGroup:
-        return groups.setdefault(world_size, WorkerGroup(world_size, imports=IMPORTS))
+        if world_size not in groups:
+            groups[world_size] = kind(world_size, imports=IMPORTS)
+        return cast("WorkerGroup", groups[world_size])
 
     yield group_of
     for group in groups.values():

@@ -90,7 +90,7 @@ def _watching(module: nn.Module, is_compiled: bool) -> Iterator[list[tuple[str, 
         def look(_: nn.Module, args: Any, output: Any) -> None:
             flags = [tensor.detach().isfinite().all() for tensor in _tensors(output)]
             if flags:
-                seen.append((name, torch.stack(flags).all()))
+                seen.append((name, torch.stack([flag.to(flags[0].device) for flag in flags]).all()))
 
         return look
 

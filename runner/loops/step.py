@@ -419,7 +419,7 @@ class Stepper:
         if self._reuses_outputs:
             values = {name: value.clone() for name, value in values.items()}
         if "loss" not in values and (parts := [value for name, value in values.items() if "loss" in name]):
-            values["loss"] = torch.stack([part.float() for part in parts]).sum()
+            values["loss"] = torch.stack([part.to(self.strategy.device).float() for part in parts]).sum()
         return values
 
     def merge_with(self, model: BaseTTAModel | None) -> None:

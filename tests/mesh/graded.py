@@ -15,6 +15,7 @@ from flextrain import BaseDataPreprocessor, BaseMetric, BaseModel, BaseTTAModel,
 from flextrain.testing.loop import alone
 from flextrain.testing.sessions import whole_model
 
+from ..device import DEVICE
 from .models import MATRICES, VOCABULARY, Mixture, Plain, PlainBlock, sample
 
 Data = dict[str, Tensor]
@@ -148,8 +149,8 @@ def loader(count: int, seed: int, batch_size: int, *, collate: Any = None, shuff
 
 OF_MIXTURES = {rule.replace("*.", "*.attention.", 1): style for rule, style in MATRICES.items()}
 EXPERTS = {"layers.*.experts": "experts"}
-MESH = dict(type="MeshStrategy", device="cpu", timeout_s=60)
-ONE = dict(type="SingleDeviceStrategy", device="cpu")
+MESH = dict(type="MeshStrategy", device=DEVICE, timeout_s=60)
+ONE = dict(type="SingleDeviceStrategy", device=DEVICE)
 # Processes, of which so many read different samples; whether the model is a mixture of experts; and options.
 MESHES: dict[str, tuple[int, int, bool, dict[str, Any]]] = {
     "dp2": (2, 2, False, dict(MESH)),

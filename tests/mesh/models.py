@@ -67,6 +67,15 @@ class FusedBlock(nn.Module):
         return x + self.drop(self.mlp(self.norm2(x)))
 
 
+class TurningBlock(PlainBlock):
+    """Gives complex numbers for real ones, and the other way round."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_complex():
+            return super().forward(torch.view_as_real(x.resolve_conj()).flatten(-2))
+        return torch.view_as_complex(super().forward(x).unflatten(-1, (-1, 2))).conj()
+
+
 class Plain(nn.Module):
     """A causal language model; positions come with the batch, or are counted from 0."""
 
@@ -198,6 +207,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": Plain,
     "plain_tied": functools.partial(Plain, tied=True),
     "fused": functools.partial(Plain, FusedBlock),
+    "turning": functools.partial(Plain, TurningBlock),
     "mixture": functools.partial(Plain, Mixture),
     "mixture_starved": functools.partial(Plain, functools.partial(Mixture, preferred=2)),
     "llama": functools.partial(of_transformers, "llama"),

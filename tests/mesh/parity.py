@@ -26,6 +26,7 @@ from flextrain.testing.differences import same_numbers, same_tensors
 from flextrain.testing.loop import Trace, alone, train, windows
 from flextrain.testing.sessions import Session, whole_model
 
+from ..device import DEVICE
 from .models import build, sample
 
 UPDATES = 20
@@ -96,7 +97,7 @@ def data(name: str, recipe: Recipe, updates: int) -> list[list[dict[str, Tensor]
 def reference(name: str, recipe: Recipe, updates: int, dtype: torch.dtype) -> tuple[Trace, dict[str, Tensor]]:
     """The training run of one device, once in each process."""
     with alone(), dtype_of(dtype):
-        strategy = SingleDeviceStrategy(device="cpu")
+        strategy = SingleDeviceStrategy(device=DEVICE)
         model, optim = strategy.setup(recipe.model(name), recipe.optim())
         given = data(name, recipe, updates)
         trace = train(strategy, model, optim, given)  # type: ignore[arg-type]
@@ -108,7 +109,7 @@ def reference(name: str, recipe: Recipe, updates: int, dtype: torch.dtype) -> tu
 @contextlib.contextmanager
 def started(spec: Mapping[str, Any], name: str, recipe: Recipe, *, deferred: bool = False) -> Iterator[Session]:
     """A strategy with a model set up in this worker."""
-    strategy: Strategy = STRATEGIES.build({"device": "cpu", "timeout_s": 60, **spec}, "strategy")
+    strategy: Strategy = STRATEGIES.build({"device": DEVICE, "timeout_s": 60, **spec}, "strategy")
     try:
         strategy.join()
         with strategy.building() if deferred else contextlib.nullcontext():

@@ -27,6 +27,7 @@ from flextrain.testing.differences import same_numbers, same_tensors
 from flextrain.testing.loop import alone, shard, train, windows
 from flextrain.testing.sessions import load, save, whole_model
 
+from ..device import DEVICE
 from .models import LENGTH, VOCABULARY, Batch, Plain, PlainBlock, _exact_loss, of_transformers, sample
 from .models import MATRICES as PLAN
 from .parity import RECIPES, TOLERANCE, compare, data, dtype_of, reference, started
@@ -212,7 +213,7 @@ def same_training(name: str, options: Mapping[str, Any], accumulate: int = 2) ->
             {k: v for k, v in batch.items() if k not in ("labels", "targets", "num_items_in_batch")}
             for batch in global_windows[0]
         ]
-        for make in (lambda: SingleDeviceStrategy(device="cpu"), lambda: MeshStrategy(device="cpu", **options)):
+        for make in (lambda: SingleDeviceStrategy(device=DEVICE), lambda: MeshStrategy(device=DEVICE, **options)):
             with alone() if not found else torch.enable_grad():
                 strategy = make()
                 strategy.join()
@@ -369,7 +370,7 @@ def ran(spec: Mapping[str, Any], shards: int, folder: Path) -> tuple[dict[str, T
     runner = FlexibleRunner(
         model=Modes,
         work_dir=folder,
-        strategy=dict(spec, device="cpu"),
+        strategy=dict(spec, device=DEVICE),
         train_dataloader=dict(
             batch_size=4 // shards, dataset=items, sampler=dict(type="DefaultSampler", shuffle=True), collate_fn=collate
         ),
@@ -449,7 +450,7 @@ def early(kind: str, folder: Path) -> tuple[str, int]:
     runner = FlexibleRunner(
         model=make(),
         work_dir=folder,
-        strategy=dict(spec, device="cpu"),
+        strategy=dict(spec, device=DEVICE),
         train_dataloader=dict(
             batch_size=4,
             dataset=[{name: values[i] for name, values in batch.items()} for i in range(8)],
@@ -483,7 +484,7 @@ def dropped() -> tuple[list[Tensor], Tensor, Tensor]:
     """Masks of dropout of the first layer in two windows, and the state of the generator after them."""
     torch.set_num_threads(1)
     torch.manual_seed(5)
-    strategy = MeshStrategy(device="cpu", cp=2, cp_kind="ulysses")
+    strategy = MeshStrategy(device=DEVICE, cp=2, cp_kind="ulysses")
     strategy.join()
     model, optim = strategy.setup(Plain(dropout=0.5), _optim(1))
     masks: list[Tensor] = []
@@ -531,7 +532,7 @@ class Late(nn.Module):
 def late_losses(spec: dict[str, Any]) -> list[float]:
     """In a worker: the losses of two updates before the other attention and two with it."""
     torch.manual_seed(5)
-    strategy = STRATEGIES.build(dict(spec, device="cpu"), "strategy")
+    strategy = STRATEGIES.build(dict(spec, device=DEVICE), "strategy")
     strategy.join()
     whole = Late()
     model, optim = strategy.setup(whole, _optim(1))
@@ -811,7 +812,7 @@ def refused(models: Mapping[str, Callable[[], nn.Module]]) -> dict[str, str]:
     found = {}
     for name, make in models.items():
         torch.manual_seed(7)
-        strategy = MeshStrategy(device="cpu", cp=2, cp_kind="ulysses")
+        strategy = MeshStrategy(device=DEVICE, cp=2, cp_kind="ulysses")
         strategy.join()
         model, optim = strategy.setup(make(), _optim(1))
         try:

@@ -25,6 +25,7 @@ from flextrain.testing.differences import same_numbers, same_tensors
 from flextrain.testing.loop import alone, train
 from flextrain.testing.sessions import whole_model
 
+from ..device import DEVICE
 from .parity import dtype_of
 
 pytestmark = pytest.mark.distributed
@@ -94,7 +95,7 @@ def batch(seed: int = 0, length: int = ODD) -> dict[str, Tensor]:
 def trained(
     spec: Mapping[str, Any], model: Callable[[], nn.Module], length: int = ODD
 ) -> tuple[Any, dict[str, Tensor]]:
-    strategy: Any = STRATEGIES.build({"device": "cpu", "timeout_s": 60, **spec}, "strategy")
+    strategy: Any = STRATEGIES.build({"device": DEVICE, "timeout_s": 60, **spec}, "strategy")
     try:
         strategy.join()
         optim = OptimWrapper(
@@ -213,7 +214,7 @@ def seen_in_training(spec: Mapping[str, Any]) -> tuple[set[tuple[tuple[int, ...]
 
     Those are of an update, of an evaluation, and of a call by the user.
     """
-    strategy: Any = STRATEGIES.build({"device": "cpu", "timeout_s": 60, **spec}, "strategy")
+    strategy: Any = STRATEGIES.build({"device": DEVICE, "timeout_s": 60, **spec}, "strategy")
     logits: list[Any] = []
     try:
         strategy.join()

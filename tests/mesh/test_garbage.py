@@ -15,6 +15,7 @@ from flextrain.core.comm import collectives as dist
 from flextrain.runner.loops.step import Stepper
 from flextrain.testing import WorkerGroup
 
+from ..device import DEVICE
 from .models import MATRICES as PLAN
 from .models import build
 from .parity import RECIPES, data, dtype_of, started
@@ -61,7 +62,7 @@ def test_no_tensor_is_in_a_cycle(workers2: WorkerGroup, spec: dict[str, Any], mo
 
 def layers_left(wrap: str | None) -> int:
     """In a worker: how many layers of a model exist after a pipeline has cut it."""
-    strategy = MeshStrategy(device="cpu", pp=2, wrap=wrap)
+    strategy = MeshStrategy(device=DEVICE, pp=2, wrap=wrap)
     try:
         strategy.join()
         model: Any = build("plain")

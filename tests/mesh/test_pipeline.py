@@ -47,6 +47,7 @@ def is_head(module: nn.Module) -> bool:
 
 CASES: list[Any] = [
     pytest.param(2, dict(MESH, pp=2), "plain_tied", "accumulate-clip", id="pp2-plain_tied"),
+    pytest.param(2, dict(MESH, pp=2), "turning", "adamw", id="pp2-complex activations"),
     pytest.param(2, dict(MESH, pp=2, pp_schedule="zero_bubble"), "llama", "accumulate-clip", id="zero_bubble-llama"),
     pytest.param(4, dict(MESH, pp=2, wrap="blocks"), "fused", "frozen", id="pp2xdp2-fused"),
     pytest.param(

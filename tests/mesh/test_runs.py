@@ -19,6 +19,7 @@ from flextrain.testing.differences import same_tensors
 from flextrain.testing.loop import alone, train
 from flextrain.testing.sessions import whole_model
 
+from ..device import DEVICE
 from ..waiting import wait_until
 from . import graded
 from .graded import EVALUATED, MESHES, Correct, Graded, Merge, Outcome, loader, on_one_device, optim, run
@@ -163,7 +164,7 @@ def precise(mesh: str, wrapper: Mapping[str, Any], more: Mapping[str, Any], fold
     """In a worker: how far a run in bfloat16 is from that of one device, and both from float32."""
     torch.set_num_threads(1)
     _, shards, sparse, spec = MESHES[mesh]
-    one = dict(type="FSDPStrategy", device="cpu", **more) if more else graded.ONE
+    one = dict(type="FSDPStrategy", device=DEVICE, **more) if more else graded.ONE
     mine = folder / f"one{os.environ['RANK']}"
     with alone():
         expected = run(one, mine, 1, sparse, optim_wrapper=optim(**wrapper))[0]

@@ -18,6 +18,8 @@ from flextrain.strategies.mesh.context.attention import CAUSAL, FULL, Mask, Rule
 from flextrain.strategies.mesh.context.batches import SequenceShards
 from flextrain.testing import WorkerGroup
 
+from ..device import DEVICE
+
 RULES = [CAUSAL, FULL, Rule(True, 5), Rule(False, 3)]
 # Absolute: results are of the order of 1. Sums are in float32 for bfloat16, whose results have 8 bits.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 5e-6, torch.bfloat16: 4e-2}
@@ -52,10 +54,10 @@ def test_tiles_are_the_mask(rule: Rule) -> None:
 def attend(kind: str, dtype: torch.dtype) -> None:
     """In a worker: compare every mask, with more heads of queries than of keys, another width of values, and a scale."""
     torch.set_num_threads(1)
-    strategy = MeshStrategy(device="cpu", cp=-1)
+    strategy = MeshStrategy(device=DEVICE, cp=-1)
     strategy.join()
     mesh = strategy.layout.over("cp")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, torch.device(DEVICE):
         patch.setattr(ring, "TILE", 5)
         for rule in RULES:
             for has_documents in (False, True):
@@ -114,17 +116,17 @@ def with_dropout(is_broken: bool) -> Tensor:
     dist_mesh = _mesh()
     torch.manual_seed(0)
     attention = SequenceAttention("ulysses", dist_mesh)
-    one = torch.randn(1, 1, 8, 4).expand(1, 4, 8, 4)
-    with own_random_numbers("cpu", 0 if is_broken else attention.index):
+    one = torch.randn(1, 1, 8, 4, device=DEVICE).expand(1, 4, 8, 4)
+    with own_random_numbers(DEVICE, 0 if is_broken else attention.index):
         found = attention(one, one, one, Mask(FULL), None, 0.5, "test")
     dist.destroy_process_group()
     return found
 
 
 def _mesh() -> torch.distributed.device_mesh.DeviceMesh:
-    strategy = MeshStrategy(device="cpu", cp=2)
+    strategy = MeshStrategy(device=DEVICE, cp=2)
     strategy.join()
-    return init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    return init_device_mesh(DEVICE, (2,), mesh_dim_names=("cp",))
 
 
 @pytest.mark.distributed

@@ -20,11 +20,12 @@ from flextrain.core.torch_compat.torch_private import is_compiled
 from flextrain.runner.loops.step import Stepper
 from flextrain.strategies.mesh.axis import own_random_numbers
 from flextrain.strategies.mesh.tensor import TensorParallel, local_tensors
-from flextrain.strategies.mesh.tensor.operations import register_cpu_random_numbers
+from flextrain.strategies.mesh.tensor.operations import register_random_numbers
 from flextrain.testing import WorkerError, WorkerGroup
 from flextrain.testing.differences import CheckFailedError
 from flextrain.testing.loop import train
 
+from ..device import DEVICE
 from . import tensor_models as own
 from .models import MATRICES as SEPARATE
 from .models import of_transformers, sample
@@ -210,14 +211,14 @@ def test_gradient_of_a_replicated_weight_counted_tp_times(workers2: WorkerGroup)
 
 def masks() -> dict[str, Any]:
     """In a worker: what dropout leaves of ones, whose first dimension, the heads, is divided."""
-    mesh, ones = init_device_mesh("cpu", (2,)), torch.ones(8, 6)
-    register_cpu_random_numbers()
+    mesh, ones = init_device_mesh(DEVICE, (2,)), torch.ones(8, 6, device=DEVICE)
+    register_random_numbers()
     torch.manual_seed(3)
     expected = functional.dropout(ones, 0.5)
     torch.manual_seed(3)
     divided: Any = functional.dropout(distribute_tensor(ones, mesh, [Shard(0)], src_data_rank=None), 0.5)
     torch.manual_seed(3)
-    with own_random_numbers("cpu", mesh.get_local_rank()):
+    with own_random_numbers(DEVICE, mesh.get_local_rank()):
         local = functional.dropout(ones, 0.5)
     after = torch.rand(4)
     return {"expected": expected, "divided": divided.full_tensor(), "local": local, "after": after}

@@ -18,12 +18,13 @@ from flextrain.core.torch_compat.dtensor_private import strided_shard
 from flextrain.strategies.mesh.tensor.operations import (
     DTensorFunctions,
     register_cpu_attention,
-    register_cpu_random_numbers,
     register_gathering,
+    register_random_numbers,
     register_whole_operations,
 )
 from flextrain.testing import WorkerGroup
 
+from ..device import DEVICE
 from .parity import dtype_of
 
 pytestmark = pytest.mark.distributed
@@ -73,14 +74,15 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def computed_alike() -> list[str]:
     """In a worker: names of operations whose value or gradient differs from that of one device in any layout."""
-    mesh, wrong = init_device_mesh("cpu", (2,)), []
+    mesh, wrong = init_device_mesh(DEVICE, (2,)), []
     register_cpu_attention()
-    register_cpu_random_numbers()
+    register_random_numbers()
     register_gathering()
     register_whole_operations()
     x = torch.randn(4, 8, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     layouts = [Replicate(), Shard(0), Shard(1), Shard(2), strided_shard(2, 2), strided_shard(2, 3)]
-    with dtype_of(torch.float64):
+    x = x.to(DEVICE)
+    with dtype_of(torch.float64), torch.device(DEVICE):
         for name, operation in OPERATIONS.items():
             torch.manual_seed(5)
             one = x.clone().requires_grad_()
@@ -112,11 +114,11 @@ def test_operations_are_those_of_one_device_in_every_layout(workers2: WorkerGrou
 
 def written_views() -> str:
     """In a worker: the message for a write that would be lost."""
-    mesh = init_device_mesh("cpu", (2,))
-    divided: Any = distribute_tensor(torch.ones(4, 6), mesh, [Shard(1)], src_data_rank=None)
+    mesh = init_device_mesh(DEVICE, (2,))
+    divided: Any = distribute_tensor(torch.ones(4, 6, device=DEVICE), mesh, [Shard(1)], src_data_rank=None)
     with implicit_replication(), DTensorFunctions():
         divided[1].mul_(2.0)
-        assert torch.equal(divided.full_tensor()[1], torch.full((6,), 2.0))
+        assert torch.equal(divided.full_tensor()[1], torch.full((6,), 2.0, device=DEVICE))
         try:
             divided[:, 2].mul_(2.0)
         except StrategyError as error:
@@ -133,10 +135,12 @@ def test_a_write_that_would_be_lost_is_refused(workers2: WorkerGroup) -> None:
 
 def renormalised() -> str:
     """In a worker: the message for a table that forward writes to."""
-    table: Any = distribute_tensor(torch.ones(4, 6), init_device_mesh("cpu", (2,)), [Replicate()], src_data_rank=None)
+    table: Any = distribute_tensor(
+        torch.ones(4, 6, device=DEVICE), init_device_mesh(DEVICE, (2,)), [Replicate()], src_data_rank=None
+    )
     with implicit_replication(), DTensorFunctions():
         try:
-            functional.embedding(torch.arange(4), table, max_norm=1.0)
+            functional.embedding(torch.arange(4, device=DEVICE), table, max_norm=1.0)
         except StrategyError as error:
             return str(error)
     return "nothing"
@@ -151,21 +155,23 @@ def test_a_table_that_forward_writes_to_is_refused(workers2: WorkerGroup) -> Non
 
 def dtype_under_autocast() -> torch.dtype:
     """In a worker: the dtype of the cross entropy of divided logits of half precision."""
-    logits: Any = distribute_tensor(torch.ones(4, 6), init_device_mesh("cpu", (2,)), [Shard(1)], src_data_rank=None)
-    with implicit_replication(), DTensorFunctions(), torch.autocast("cpu", torch.bfloat16):
-        loss: Tensor = functional.cross_entropy(logits.bfloat16(), torch.arange(4))
+    logits: Any = distribute_tensor(
+        torch.ones(4, 6, device=DEVICE), init_device_mesh(DEVICE, (2,)), [Shard(1)], src_data_rank=None
+    )
+    with implicit_replication(), DTensorFunctions(), torch.autocast(DEVICE, torch.bfloat16):
+        loss: Tensor = functional.cross_entropy(logits.bfloat16(), torch.arange(4, device=DEVICE))
     return loss.dtype
 
 
 def gradient_dtype() -> bool:
     """In a worker: whether the gradient of divided logits is right where another dtype is the default."""
-    logits = torch.linspace(-1, 1, 24).view(4, 6)
-    divided: Any = distribute_tensor(logits, init_device_mesh("cpu", (2,)), [Shard(1)], src_data_rank=None)
+    logits = torch.linspace(-1, 1, 24, device=DEVICE).view(4, 6)
+    divided: Any = distribute_tensor(logits, init_device_mesh(DEVICE, (2,)), [Shard(1)], src_data_rank=None)
     with dtype_of(torch.float64):
         for each in (logits, divided):
             each.requires_grad_()
             with implicit_replication(), DTensorFunctions():
-                functional.cross_entropy(each, torch.arange(4), label_smoothing=0.1).backward()
+                functional.cross_entropy(each, torch.arange(4, device=DEVICE), label_smoothing=0.1).backward()
     whole = divided.grad.full_tensor()
     return whole.dtype == torch.float32 and torch.allclose(whole, logits.grad)
 

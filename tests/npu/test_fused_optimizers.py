@@ -16,8 +16,8 @@ import torch
 from flextrain.optim.adapters import EQUIVALENTS, NEAREST
 
 from . import fused
-from .conftest import NpuWorkers
 from .fetch_torch_npu import SOURCE, documented_signatures
+from .simulated import NpuWorkers
 
 pytestmark = [pytest.mark.npu, pytest.mark.distributed]
 NAMES = sorted({**EQUIVALENTS, **NEAREST})

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .conftest import python
 from .fetch_torch_npu import SOURCE
+from .simulated import python
 from .training import make_runner, train, train_on_cpu
 
 pytestmark = [pytest.mark.npu, pytest.mark.distributed]

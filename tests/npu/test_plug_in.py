@@ -14,7 +14,7 @@ from flextrain.doctor.machine import Machine
 from flextrain.doctor.package_probe import strategy_facts, torch_facts, torch_npu_facts
 from flextrain.doctor.report import examine
 
-from .conftest import VARIABLES, NpuWorkers, environment, python
+from .simulated import VARIABLES, NpuWorkers, environment, python
 
 pytestmark = [pytest.mark.npu, pytest.mark.distributed]
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "custom_device.py")

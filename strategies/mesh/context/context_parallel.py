@@ -269,8 +269,8 @@ class Context(Axis):
         weights = [1.0 if name == "loss" else own if name in outputs else 0.0 for name in self._names]
         values = [outputs.get(name, outputs["loss"].new_zeros(())) for name in self._names]
         dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
-        sent = torch.stack([value.to(dtype) * weight for value, weight in zip(values, weights, strict=True)])
-        total = torch.tensor(weights, dtype=dtype).to(sent.device)
+        total = torch.tensor(weights, dtype=dtype).to(outputs["loss"].device)
+        sent = torch.stack([value.to(total) * weight for value, weight in zip(values, weights, strict=True)])
         both = torch.stack([sent, total])
         torch.distributed.all_reduce(both, group=self.mesh.get_group())
         means = both[0] / both[1]

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from ....core.base.errors import StrategyError
-from ....core.comm.collectives import broadcast_object, group_with_this_process
+from ....core.comm.collectives import as_sent, broadcast_object, group_with_this_process
 from ....core.random.generators import kept_random_state
 from ....core.torch_compat.dtensor_private import settle_root
 from ....core.torch_compat.torch_private import backward_of_input, has_values
@@ -97,8 +97,8 @@ class CollectedBatch:
 
 
 _DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
-    torch.complex64, torch.complex128,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 _HEADER = 16  # numbers: dtype, whether it was a DTensor, number of dimensions, the shape
 
@@ -130,6 +130,11 @@ class Form:
         """Return the form that ``encoded`` gave."""
         dtype, spread, dimensions, *shape = header.tolist()
         return cls(tuple(shape[:dimensions]), _DTYPES[dtype], bool(spread))
+
+
+def _on_wire(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as every back end sends it from one process to another."""
+    return as_sent(tensor.view(-1))
 
 
 class Transfers:
@@ -198,7 +203,7 @@ class Transfers:
         if kind == "act" and (boundary, target) not in self._told:
             self._told.add((boundary, target))
             self._start(message, form.encoded(self.device), target, group)
-        self._start(message, tensor.contiguous(), target, group)
+        self._start(message, _on_wire(tensor.contiguous().resolve_conj().resolve_neg()), target, group)
 
     def receive(self, message: Message, like: Callable[[], Tensor] | None = None) -> tuple[Tensor, Form]:
         """Return a tensor and its form.
@@ -238,7 +243,7 @@ class Transfers:
                 self._forms[boundary] = Form.decoded(header)
         form = self._forms[boundary]
         tensor = torch.empty(form.shape, dtype=form.dtype, device=self.device)
-        self._arriving[message] = dist.irecv(tensor, self._ranks[source], group=group), tensor
+        self._arriving[message] = dist.irecv(_on_wire(tensor), self._ranks[source], group=group), tensor
 
     def expect(self, message: Message) -> None:
         """Begin to receive a message that is needed soon, if its shape is known."""
@@ -511,7 +516,7 @@ class Engine:
                 set(names) - logs.keys(), "was there in the first window and is missing now, NaN takes its place"
             )
         missing = torch.full((), torch.nan, dtype=dtype, device=self._transfers.device)
-        values = torch.stack([logs.get(name, missing).detach().to(dtype) for name in names])
+        values = torch.stack([logs.get(name, missing).detach().to(missing) for name in names])
         self._transfers.share(values, self._last_process)
         return dict(zip(names, values.unbind(), strict=True))
 

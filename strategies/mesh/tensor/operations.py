@@ -6,6 +6,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from ....core.checkpoint.chunks import fill
 from ....core.comm import collectives as dist
 from ....core.torch_compat.dtensor_private import ITEM, dtensor_handlers, relax_views, replicate_without_rule
 from ....core.torch_compat.torch_private import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, base_of, has_values, tree_flatten
+from ..axis import own_random_numbers
 
 # Say once where a model gathers activations that its plan has divided: right, and slower than it could be.
 
@@ -482,10 +484,12 @@ def _mask(mask: Any, of_query: Placement) -> list[Placement | None]:
     return [Replicate() if is_shared else of_query, None]
 
 
-# Random numbers of DTensors on the CPU: each process draws those of the whole tensor, and keeps its shard's.
+# Random numbers of DTensors: each process draws those of the whole tensor, and keeps its shard's.
 #
-# DTensor coordinates generators of accelerators only. On the CPU, processes with equal generators would drop the same
-# elements of every shard, without an error. Drawing for the whole tensor gives the masks of one device.
+# On the CPU, processes with equal generators would drop the same elements of every shard, without an error. On accelerators
+# torch gives every shard other numbers than one device has, after it has broadcast rank 0's state to all processes of the job:
+# those of another stage do not draw at that time, and those of other samples would repeat its masks. Drawing for the whole
+# tensor gives the masks of one device and needs no message.
 
 
 _FILLING = (_ATEN.bernoulli_.float, _ATEN.uniform_.default, _ATEN.normal_.default, _ATEN.exponential_.default)
@@ -495,15 +499,24 @@ _SHAPED_LIKE = (
     _ATEN.randint_like.default,
     _ATEN.randint_like.low_dtype,
 )
+# Kernels that draw their masks themselves, of the heads and samples that they are given.
+_DROPPING = (
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN._scaled_dot_product_cudnn_attention.default,
+    _ATEN._scaled_dot_product_fused_attention_overrideable.default,
+)
 
 
 @functools.cache
-def register_cpu_random_numbers() -> None:
-    """Let DTensors on the CPU draw as one device does; once in a process. It needs equal generators."""
+def register_random_numbers() -> None:
+    """Let DTensors draw as one device does; once in a process. It needs equal generators."""
     handlers = dtensor_handlers()
     handlers.update(dict.fromkeys(_FILLING, _fill))
     handlers.update(dict.fromkeys(_SHAPED_LIKE, _draw_like))
+    handlers.update(dict.fromkeys(_DROPPING, _attend))
     handlers[_ATEN.bernoulli.default] = _draw_with
+    handlers[_ATEN.native_dropout.default] = _drop_out
 
 
 @torch.no_grad()
@@ -524,6 +537,43 @@ def _draw_like(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _draw_with(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operation that needs the values of its tensor."""
     return _shard_of(operation(args[0].full_tensor(), *args[1:], **kwargs), args[0])
+
+
+@torch.no_grad()
+def _drop_out(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Dropout as accelerators compute it: the result, and what is kept."""
+    tensor, rate, training = args
+    if any(placement.is_partial() for placement in tensor.placements):
+        summed = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+        tensor = tensor.redistribute(placements=summed)
+    kept = _shard_of(operation(_empty_whole(tensor), rate, training)[1], tensor)
+    local = tensor.to_local() * kept.to_local()
+    if training is not False:
+        local *= 1 / (1 - rate) if rate < 1 else 0.0
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    ), kept
+
+
+@torch.no_grad()
+def _attend(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Attention by a kernel that draws its masks itself: other ones for the heads of every process."""
+    handlers, query = dtensor_handlers(), args[0]
+    place = [argument.name for argument in operation._schema.arguments].index("dropout_p")
+    apart: AbstractContextManager[Any] = nullcontext()
+    if (args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)) > 0.0:
+        # Torch's rule must not gather what would then differ, or divide what would repeat.
+        heads = query.placements == (Shard(1),)
+        layout = (Shard(1) if heads else Replicate(),) * query.device_mesh.ndim
+        args = (*(each.redistribute(placements=layout) for each in args[:3]), *args[3:])
+        if heads:
+            apart = own_random_numbers(query.device_mesh.device_type, query.device_mesh.get_local_rank())
+    del handlers[operation]  # so that torch's rule is used
+    try:
+        with apart:
+            return operation(*args, **kwargs)
+    finally:
+        handlers[operation] = _attend
 
 
 def _empty_whole(tensor: DTensor) -> Tensor:

@@ -24,8 +24,8 @@ from .local_tensors import LocalTensors, OwnPlanShards, check_local
 from .operations import (
     DTensorFunctions,
     register_cpu_attention,
-    register_cpu_random_numbers,
     register_gathering,
+    register_random_numbers,
     register_whole_operations,
 )
 from .styles import (
@@ -139,6 +139,7 @@ class TensorParallel(Axis):
 
     def apply(self, model: nn.Module) -> nn.Module:
         """See Axis."""
+        register_random_numbers()
         if self._plan.own is not None:
             self._plan.own.apply(model, self.mesh)
             self._own = OwnPlanShards(model, self.mesh, self._plan.own.styles)
@@ -149,7 +150,6 @@ class TensorParallel(Axis):
         register_whole_operations()
         if self.mesh.device_type == "cpu":
             register_cpu_attention()
-            register_cpu_random_numbers()
         if self.config.tp_kind == "local":
             self._local = LocalTensors(model, self.mesh, self._styles)
         else:

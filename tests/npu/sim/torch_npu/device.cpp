@@ -133,12 +133,42 @@ Tensor to_npu(const Tensor& t, DeviceIndex dev) {  // a fresh CPU tensor as an N
 }
 
 // ---- random numbers: one generator per device, apart from the CPU's ------------------------
-struct NpuGenerator final : at::CPUGeneratorImpl {
-  explicit NpuGenerator(DeviceIndex i) { device_ = Device(kNpu, i); key_set_ = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1); }
-  NpuGenerator* clone_impl() const override {
-    auto* g = new NpuGenerator(device_.index());
-    g->set_state(*get_state());
-    return g;
+// As accelerators have it: a seed and an offset, 16 bytes, of which every kernel takes some numbers.
+struct NpuGenerator final : c10::GeneratorImpl {
+  uint64_t seed_ = c10::detail::getNonDeterministicRandom(), offset_ = 0;
+  explicit NpuGenerator(DeviceIndex i) : GeneratorImpl(Device(kNpu, i), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
+  void set_current_seed(uint64_t seed) override { seed_ = seed; offset_ = 0; }
+  uint64_t current_seed() const override { return seed_; }
+  uint64_t seed() override {
+    set_current_seed(c10::detail::getNonDeterministicRandom());
+    return seed_;
+  }
+  void set_offset(uint64_t offset) override {
+    TORCH_CHECK(offset % 4 == 0, "offset must be a multiple of 4");
+    offset_ = offset;
+  }
+  uint64_t get_offset() const override { return offset_; }
+  void set_state(const c10::TensorImpl& state) override {
+    TORCH_CHECK(state.numel() == 16 && state.dtype() == at::kByte && state.is_cpu(), "RNG state is wrong size");
+    auto* words = static_cast<const uint64_t*>(state.data());
+    seed_ = words[0];
+    set_offset(words[1]);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    auto state = at::empty({16}, at::kByte);
+    auto* words = static_cast<uint64_t*>(state.data_ptr());
+    words[0] = seed_;
+    words[1] = offset_;
+    return state.getIntrusivePtr();
+  }
+  NpuGenerator* clone_impl() const override { return new NpuGenerator(*this); }
+  NpuGenerator(const NpuGenerator& other) : NpuGenerator(other.device_.index()) { seed_ = other.seed_; offset_ = other.offset_; }
+  uint64_t next() {  // a seed for the numbers of one kernel: SplitMix64
+    uint64_t z = seed_ + 0x9E3779B97F4A7C15 * (offset_ / 4 + 1);
+    offset_ += 4;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
+    return z ^ (z >> 31);
   }
 };
 const at::Generator& default_generator(DeviceIndex i) {
@@ -150,10 +180,10 @@ const at::Generator& default_generator(DeviceIndex i) {
   return gens[checked(i)];
 }
 struct SwapRng {  // lets a CPU kernel draw from an NPU generator
-  at::Generator npu, cpu = at::detail::getDefaultCPUGenerator();
-  Tensor saved;
-  explicit SwapRng(at::Generator g) : npu(std::move(g)), saved(cpu.get_state()) { cpu.set_state(npu.get_state()); }
-  ~SwapRng() { npu.set_state(cpu.get_state()); cpu.set_state(saved); }
+  at::Generator cpu = at::detail::getDefaultCPUGenerator();
+  Tensor saved = cpu.get_state();
+  explicit SwapRng(const at::Generator& npu) { cpu.set_current_seed(npu.get<NpuGenerator>()->next()); }
+  ~SwapRng() { cpu.set_state(saved); }
 };
 
 // ---- the kernels ----------------------------------------------------------------------------
@@ -178,12 +208,13 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::optional<Tensor> stray;  // a CPU tensor among the arguments
   std::optional<at::Generator> generator;
   bool may_mix = takes_cpu_indices(schema.name());
+  const bool joins = schema.name() == "aten::cat" || schema.name() == "aten::_stack";  // takes no number of the host either
 
   auto swap = [&](const Tensor& t, bool index) -> Tensor {
     if (!t.defined()) return t;
     if (index && t.is_privateuseone() && t.scalar_type() == at::kBool) report("size");
     if (!t.is_privateuseone()) {
-      if (t.dim() > 0 && !(index && may_mix)) stray = t;
+      if ((t.dim() > 0 || joins) && !(index && may_mix)) stray = t;
       return t;
     }
     TORCH_CHECK(!device || !device->has_index() || *device == t.device() || seen.empty(),
@@ -359,6 +390,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", shallow_copy);
 }
 
+// The CPU's copy resolves lazy conjugates and negatives; torch would copy them to resolve them before a copy, without an end.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
 // ---- autocast: the operator lists PyTorch keeps for every backend ---------------------------
 #define LOW(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
 #define F32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
@@ -482,8 +517,15 @@ using Tensors = std::vector<Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
+// What NCCL has: ncclDataType in torch's ProcessGroupNCCL.
+bool has_dtype(ScalarType type) {
+  static const std::set<ScalarType> types = {at::kChar, at::kByte, at::kFloat, at::kDouble, at::kInt, at::kLong, at::kHalf,
+      at::kBool, at::kBFloat16, at::kFloat8_e5m2, at::kFloat8_e4m3fn, at::kFloat8_e5m2fnuz, at::kFloat8_e4m3fnuz};
+  return types.count(type) > 0;
+}
 Tensor cpu_of(const Tensor& t) {
   TORCH_CHECK(t.is_privateuseone(), "hccl works on npu tensors, got one on ", t.device());
+  TORCH_CHECK(has_dtype(t.scalar_type()), "Input tensor data type is not supported for hccl: ", t.scalar_type());
   return cpu_view(t);
 }
 Tensors cpu_of(const Tensors& l) {
