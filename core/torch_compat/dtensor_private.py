@@ -47,6 +47,14 @@ def laid_out_as(tensor: DTensor, local: Tensor) -> DTensor:
 ITEM = torch.ops.aten._local_scalar_dense.default
 """The operation of ``Tensor.item``. 2.6, 2.15."""
 
+DRAWING_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+)
+"""Attention of accelerators, by kernels that draw the masks of dropout themselves. 2.15."""
+
 
 def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
     """Functions ``(operation, args, kwargs)`` that compute operations on DTensors in place of torch's rules. 2.6, 2.15."""

@@ -22,7 +22,13 @@ from ....core.base.errors import StrategyError
 from ....core.base.trees import tree_map_only
 from ....core.checkpoint.chunks import fill
 from ....core.comm import collectives as dist
-from ....core.torch_compat.dtensor_private import ITEM, dtensor_handlers, relax_views, replicate_without_rule
+from ....core.torch_compat.dtensor_private import (
+    DRAWING_ATTENTION,
+    ITEM,
+    dtensor_handlers,
+    relax_views,
+    replicate_without_rule,
+)
 from ....core.torch_compat.torch_private import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, base_of, has_values, tree_flatten
 from ..axis import own_random_numbers
 
@@ -499,13 +505,6 @@ _SHAPED_LIKE = (
     _ATEN.randint_like.default,
     _ATEN.randint_like.low_dtype,
 )
-# Kernels that draw their masks themselves, of the heads and samples that they are given.
-_DROPPING = (
-    _ATEN._scaled_dot_product_flash_attention.default,
-    _ATEN._scaled_dot_product_efficient_attention.default,
-    _ATEN._scaled_dot_product_cudnn_attention.default,
-    _ATEN._scaled_dot_product_fused_attention_overrideable.default,
-)
 
 
 @functools.cache
@@ -514,7 +513,7 @@ def register_random_numbers() -> None:
     handlers = dtensor_handlers()
     handlers.update(dict.fromkeys(_FILLING, _fill))
     handlers.update(dict.fromkeys(_SHAPED_LIKE, _draw_like))
-    handlers.update(dict.fromkeys(_DROPPING, _attend))
+    handlers.update(dict.fromkeys(DRAWING_ATTENTION, _attend))
     handlers[_ATEN.bernoulli.default] = _draw_with
     handlers[_ATEN.native_dropout.default] = _drop_out
 
@@ -559,9 +558,9 @@ def _drop_out(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _attend(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Attention by a kernel that draws its masks itself: other ones for the heads of every process."""
     handlers, query = dtensor_handlers(), args[0]
-    place = [argument.name for argument in operation._schema.arguments].index("dropout_p")
+    position = [argument.name for argument in operation._schema.arguments].index("dropout_p")
     apart: AbstractContextManager[Any] = nullcontext()
-    if (args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)) > 0.0:
+    if (args[position] if len(args) > position else kwargs.get("dropout_p", 0.0)) > 0.0:
         # Torch's rule must not gather what would then differ, or divide what would repeat.
         heads = query.placements == (Shard(1),)
         layout = (Shard(1) if heads else Replicate(),) * query.device_mesh.ndim
