@@ -139,8 +139,13 @@ def _units(plan: StrategyPlan, recipe: Recipe) -> Iterator[Change]:
     if "wrap" in recipe.options and is_one and recipe.blocks:
         left: dict[Kind, float] = {"communication": 0.0, "gradients": 0.0}
         yield Change("wrap", {"strategy.wrap": "blocks"}, left)
-    elif plan.options.get("reshard_after_forward") not in (None, True):
+    elif _keeps_gathered(plan.options):
         yield Change("reshard", {"strategy.reshard_after_forward": True}, {"communication": 0.0})
+
+
+def _keeps_gathered(options: Mapping[str, Any]) -> bool:
+    given = options.get("reshard_after_forward")
+    return options.get("pp", 1) > 1 if given is None else given is not True
 
 
 def _smaller_micro_batches(recipe: Recipe) -> Iterator[Change]:

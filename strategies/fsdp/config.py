@@ -221,7 +221,8 @@ class FSDPConfig(StrategyConfig):
     a function of the submodule. None: the whole model is one unit."""
     reshard_after_forward: bool | int | None = None
     """Free gathered parameters between forward and backward; an int: keep them sharded over groups of that many
-    processes. None: free those of every unit except the outermost, because backward begins with it."""
+    processes. None: free those of every unit except the outermost, because backward begins with it; with stages of a
+    pipeline, keep them, because every micro-batch would gather them again."""
     mixed_precision: MixedPrecision | None = None
     """Compute in a dtype other than float32; faster than AmpOptimWrapper."""
     cpu_offload: bool = False

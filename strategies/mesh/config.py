@@ -186,6 +186,12 @@ class MeshConfig(FSDPConfig):
                     raise ConfigError(f'strategy.{name}: unknown key, did you mean "{axis}"?')
         return given
 
+    @property
+    def reshards(self) -> bool | int | None:
+        """See FSDPConfig; with stages, False unless it is given: every micro-batch of a window would gather the units again."""
+        given = super().reshards
+        return False if given is None and self.pp > 1 else given
+
     @pydantic.model_validator(mode="after")
     def _named(self) -> MeshConfig:
         if self.replicates_by_node:

@@ -26,6 +26,18 @@ def test_parameters_that_stay_sharded_over_groups_are_planned(workers1):
     assert {row.ranks for row in found.plan.traffic if row.phase == "forward"} == {8}
 
 
+def test_stages_keep_gathered_units_for_their_window(workers1):
+    """Otherwise every micro-batch gathers them again."""
+    calls = {}
+    for reshards in (None, True):
+        given = {**MESH, "pp": 2, "dp_shard": 2, "wrap": ["Sequential"], "reshard_after_forward": reshards}
+        plan = workers1.run(planned, given, 4, "mlp", "accumulate")[0].plan
+        calls[reshards] = sum(row.count for row in plan.traffic if row.collective == "all_gather")
+        assert plan.micro_batches == 2
+    assert calls[None] == 3  # the stage's units, once
+    assert calls[True] > 2 * calls[None]
+
+
 def test_what_a_plan_has_no_values_for_is_said_or_tried_with_values(workers1):
     whole = {"optim_wrapper.optimizer": {"type": f"{__name__.rpartition('.')[0]}.zoo:NormedSGD", "lr": 0.1}}
     found = workers1.run(planned, "fsdp", 8, "mlp", changes=whole)[0]
