@@ -28,6 +28,7 @@ RECORD = Path(__file__).with_name("public_api.txt")
 # Beside the names in `__all__` of these modules.
 MODULES = (
     "flextrain",
+    "flextrain.commands.output",
     "flextrain.data",
     "flextrain.ray",
     "flextrain.testing",
@@ -36,6 +37,9 @@ MODULES = (
     "flextrain.strategies.parts",
 )
 INTERFACES = (
+    "flextrain.core.checkpoint.TensorReader",
+    "flextrain.core.checkpoint.open_weights",
+    "flextrain.core.checkpoint.reading",
     "flextrain.runner.run.Run",
     "flextrain.runner.run.TrainingProgress",
     "flextrain.runner.hooks.early_stopping.SearchTrial",
@@ -43,7 +47,7 @@ INTERFACES = (
     "flextrain.strategies.StrategyConfig",
     "flextrain.strategies.base.TrainStep",
 )
-"""What hooks, strategies and the like receive, or have to offer."""
+"""What hooks, strategies, commands and the like receive, or have to offer."""
 
 
 def lines() -> list[str]:

@@ -6,13 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import flextrain
 from flextrain.cli import main
 from flextrain.commands.list_names import registries
+from flextrain.commands.output import console, red
 from flextrain.core.base.registry import Registry
+
+from .test_doctor import package
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,6 +111,143 @@ def test_a_misspelt_command_gets_the_nearest_name(
         main(given)
     assert exit_info.value.code == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ("list --jsno", 'flextrain list: error: "--jsno" is not allowed, did you mean "--json"?'),
+        ("show --jsno", 'flextrain show: error: "--jsno" is not allowed, did you mean "--json"?'),
+        ("verify --strategis ddp x.py", 'flextrain verify: error: "--strategis" is not allowed, did you mean "--strategies"?'),
+        ("verify --strategis=ddp x.py", 'flextrain verify: error: "--strategis" is not allowed, did you mean "--strategies"?'),
+        ("verify x.py --lr 3", 'flextrain verify: error: "--lr" is not allowed, arguments of the script come after --'),
+        ("init x -k", 'flextrain init: error: "-k" is not allowed, give --help'),
+        ("checkpoint --jsno ls x", 'flextrain checkpoint: error: "--jsno" is not allowed, give --help'),
+        ("checkpoint ls --jsno x", 'flextrain checkpoint ls: error: "--jsno" is not allowed, did you mean "--json"?'),
+        ("--vresion", 'flextrain: error: "--vresion" is not allowed, did you mean "--version"?'),
+        ("--version=3", "flextrain: error: argument --version: ignored explicit argument '3'"),
+        ("show a b", 'flextrain show: error: "b" is one argument too many'),
+        ("list hooks -3", 'flextrain list: error: "-3" is one argument too many'),
+        ("verify x.py --steps 3x", "flextrain verify: error: argument --steps: invalid int value: '3x'"),
+        ("verify x.py --steps", "flextrain verify: error: argument --steps: expected one argument"),
+        ("checkpoint diff a", "flextrain checkpoint diff: error: the following arguments are required: B"),
+        ("checkpoint", "flextrain checkpoint: error: the following arguments are required: ACTION"),
+        ("list -- x", "flextrain: error: arguments after -- belong to a script, and this command runs none"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str], given: str, says: str) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(given.split())
+    assert exit_info.value.code == 2
+    assert capsys.readouterr() == ("", f"{says}\n")
+
+
+def test_the_beginning_of_an_option_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "machines", "--js"]) == 0
+    assert "h100" in json.loads(capsys.readouterr().out)
+
+
+def test_notes_on_a_terminal_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in dict(FORCE_COLOR="1", COLUMNS="80", TERM="xterm-256color").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    out = console()
+    with out.capture() as captured:
+        out.print("3 of 7 in 'x'", red("7"))
+    assert captured.get() == "3 of 7 in 'x' \x1b[31m7\x1b[0m\n"
+
+
+# Commands of other packages
+
+
+THEIRS = """
+def add(commands):
+    command = commands.add_parser("spectrum", help="show norms of 100%% of the weights")
+    command.add_argument("checkpoint", metavar="CHECKPOINT")
+    command.add_argument("--top", type=int)
+    command.set_defaults(run=run)
+
+def run(arguments):
+    print(arguments.checkpoint, arguments.top)
+    return 3
+"""
+POINTS = """[flextrain.commands]
+spectrum = their_spectrum
+norms = their_spectrum:add_norms
+broken = their_spectrum:missing
+absent = their_spectrum:add_nothing
+train = their_spectrum:missing
+"""
+NORMS = """
+def add_norms(commands):
+    commands.add_parser("norms", help="").set_defaults(run=lambda arguments: 0)
+
+def add_nothing(commands): ...
+"""
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installed package with commands, of which some are broken, and one has a name of the library's."""
+    package(tmp_path, "their_spectrum", "1.0", THEIRS + NORMS, entry_points=POINTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("their_spectrum", None)
+
+
+BROKEN = 'flextrain: command "broken" of their_spectrum: cannot be loaded: '
+
+
+@pytest.mark.usefixtures("theirs")
+def test_a_command_of_another_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "machines"]) == 0
+    assert main(["show", "EMAHook"]) == 0
+    with pytest.raises(SystemExit):
+        main(["spectrm", "x"])
+    assert 'did you mean "spectrum"?' in capsys.readouterr().err
+    assert main(["show", "spectrm"]) == 2
+    assert 'did you mean "spectrum"' in capsys.readouterr().err
+    assert "their_spectrum" not in sys.modules, "nobody has asked for it"
+    assert main(["spectrum", "x", "--top", "2"]) == 3
+    assert capsys.readouterr() == ("x 2\n", "")
+    with pytest.raises(SystemExit):
+        main(["spectrum", "x", "--tpo", "2"])
+    assert capsys.readouterr().err == 'flextrain spectrum: error: "--tpo" is not allowed, did you mean "--top"?\n'
+    assert main(["norms"]) == 0
+    assert main(["show", "spectrum"]) == 0
+    assert capsys.readouterr().out.startswith("usage: flextrain spectrum")
+
+
+@pytest.mark.usefixtures("theirs")
+def test_commands_of_other_packages_are_listed_with_their_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out, error = capsys.readouterr()
+    said = " ".join(out.split())
+    assert "spectrum show norms of 100% of the weights (their_spectrum)" in said
+    assert "train train what a configuration file describes verify" in said, "the library's own comes first"
+    lines = error.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith(BROKEN)
+    assert lines[1].endswith("their_spectrum:add_nothing has added no command of this name")
+    assert main(["list", "commands", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"doctor", "norms", "spectrum", "train"} <= found.keys()
+    assert main(["completion", "bash"]) == 0
+    assert "_shtab_flextrain_spectrum_option_strings=(-h --help --top)" in capsys.readouterr().out
+    assert (found["norms"], found["spectrum"]) == (
+        "(their_spectrum)",
+        "show norms of 100% of the weights (their_spectrum)",
+    )
+
+
+@pytest.mark.usefixtures("theirs")
+def test_a_broken_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["broken", "x", "--y"]) == 2
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1)
+    assert error.startswith(BROKEN)
+    assert "missing" in error
 
 
 def test_broken_third_party_name_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 from .chunks import FlatShard
 from .directory import find_latest, is_checkpoint, mark_latest, remove_checkpoint
 from .folders import as_path, is_local, make_writable
-from .load import Checkpoint, complete_ones, is_marked, iteration_of, newest_complete, passed_over, what_is_not_finite
+from .load import (
+    Checkpoint,
+    TensorReader,
+    complete_ones,
+    is_marked,
+    iteration_of,
+    newest_complete,
+    passed_over,
+    reading,
+    what_is_not_finite,
+)
 from .save import PendingSave, Staging, save_checkpoint, save_in_background
 from .weights import MatchReport, match_weights, open_weights, open_weights_together, without_prefix
 
@@ -25,6 +35,7 @@ __all__ = [
     "MatchReport",
     "PendingSave",
     "Staging",
+    "TensorReader",
     "export_hugging_face",
     "export_dcp",
     "export_weights",
@@ -42,6 +53,7 @@ __all__ = [
     "open_weights_together",
     "passed_over",
     "as_path",
+    "reading",
     "remove_checkpoint",
     "save_checkpoint",
     "save_in_background",

@@ -345,12 +345,22 @@ def check_length(path: Path, text: bytes) -> None:
         raise CheckpointError(f"{path}: would have {len(text)} bytes, more than {MAX_JSON_BYTES} are not read")
 
 
-def _meant(path: Path) -> str:
-    """The end of an error message: a hint what the user may have meant by this path."""
-    if path.is_file():
-        return "; weights in a file are for load_from"
+def newest_in(path: Path) -> Path | None:
+    """The complete checkpoint in a folder that ``latest`` names, else the one that was written last; None: it has none.
+
+    A URL is asked for ``latest`` only, because each look into it takes time.
+    """
     latest = read_name(path / LATEST) if (path / LATEST).is_file() else None
-    return f"; the newest one in it is {path / latest}" if latest else ""
+    if latest and is_checkpoint(path / latest):
+        return path / latest
+    folders = path.iterdir() if is_local(path) and path.is_dir() else ()
+    found = [folder for folder in folders if not folder.name.startswith(".") and is_checkpoint(folder)]
+    return max(found, key=lambda folder: (folder / MANIFEST).stat().st_mtime, default=None)
+
+
+def is_a_folder_of_them(path: Path, newest: Path) -> CheckpointError:
+    """The error for a folder of checkpoints in place of one of them."""
+    return CheckpointError(f"{path}: is no checkpoint, but a folder of checkpoints, give one of them, such as {newest}")
 
 
 def check_present(path: Path) -> None:
@@ -363,8 +373,12 @@ def check_present(path: Path) -> None:
         recover(path)
         if not path.exists():
             raise CheckpointError(f"{path}: does not exist")
-        if not is_checkpoint(path):
-            raise CheckpointError(f"{path}: is not a complete checkpoint, it has no {MANIFEST}{_meant(path)}")
+        if is_checkpoint(path):
+            return
+        if (newest := newest_in(path)) is not None:
+            raise is_a_folder_of_them(path, newest)
+        hint = "; weights in a file are for load_from" if path.is_file() else ""
+        raise CheckpointError(f"{path}: is not a complete checkpoint, it has no {MANIFEST}{hint}")
 
 
 def read_manifest(path: Path) -> AnyManifest:

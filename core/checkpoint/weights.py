@@ -14,7 +14,7 @@ from torch import Tensor
 from ..base.errors import CheckpointError, counted, nearest
 from ..comm.agreement import gather_differing, raising_together, told_by_rank_0
 from ..model.module_state import EXTRA, module_of
-from .directory import is_checkpoint
+from .directory import is_a_folder_of_them, is_checkpoint, newest_in
 from .folders import as_path, is_local
 from .foreign import weights_file as hugging_face
 from .foreign.weights_file import MODEL, open_file
@@ -295,18 +295,25 @@ def _open_directory(path: Path) -> Checkpoint:
         return open_weights(found)
     if (found := dcp.find(path)) is not None:
         return dcp.open_directory(found)
-    if (newest := _newest_in(path)) is not None:
-        raise CheckpointError(
-            f"{path}: is no checkpoint, but a folder of checkpoints, give one of them, such as {newest}"
-        )
+    if newest_in(path) is None and (newest := _newest_of_others(path)) is not None:
+        raise is_a_folder_of_them(path, newest)
     return Checkpoint.open(path)  # its error says what is missing
 
 
-def _newest_in(path: Path) -> Path | None:
-    """The folder in it with the highest number that other programs number their checkpoints with."""
+def _newest_of_others(path: Path) -> Path | None:
+    """The checkpoint of another program in it that has the highest number, of those that can be opened."""
     found = {folder: _NUMBERED.fullmatch(folder.name) for folder in path.iterdir() if folder.is_dir()}
     numbers = {folder: int(match[1]) for folder, match in found.items() if match}
-    return max(numbers, key=lambda folder: numbers[folder], default=None)
+    newest_first = sorted(numbers, key=lambda folder: numbers[folder], reverse=True)
+    return next((folder for folder in newest_first if _can_be_opened(folder)), None)
+
+
+def _can_be_opened(folder: Path) -> bool:
+    try:
+        _open_directory(folder)
+    except CheckpointError:
+        return False
+    return True
 
 
 _NUMBERED = re.compile(r"(?:checkpoint|step|epoch|iter)[-_](\d+)")

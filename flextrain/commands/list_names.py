@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..plan.machines import MachineKind
     from ..reference.entry import Entry
 
+_COMMANDS = "commands"
 _MACHINES = "machines"
 _OTHERS = {
     "options": "arguments of FlexibleRunner and the keys in them",
@@ -22,6 +23,7 @@ _OTHERS = {
     "launchers": "programs that start processes",
     "public-names": "what `from flextrain import` gives",
     _MACHINES: "those of `flextrain plan`",
+    _COMMANDS: "what `flextrain` does, also those of other packages",
 }
 """Kinds that no registry has."""
 _CAPTIONS = {"metrics": "and every metric of torchmetrics, by name: flextrain show MeanMetric"}
@@ -45,7 +47,7 @@ def add(commands: Any) -> None:
     )
     command.add_argument("kind", nargs="?", metavar="KIND", help="see above; default: the names of all types, by kind")
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, commands=commands)
 
 
 def registries() -> dict[str, registry.Registry]:
@@ -71,16 +73,19 @@ def run(arguments: argparse.Namespace) -> int:
             f'list: "{arguments.kind}" is not allowed, give {", ".join(kinds())}{suggest(arguments.kind, kinds())}'
         )
     else:
-        print_kind(arguments.kind, arguments.json)
+        print_kind(arguments.kind, arguments.json, arguments.commands)
     return 0
 
 
-def print_kind(kind: str, as_json: bool) -> None:
-    """Print the names of one kind with descriptions."""
+def print_kind(kind: str, as_json: bool, commands: Any) -> None:
+    """Print the names of one kind with descriptions; ``commands`` are argparse's."""
     if kind == _MACHINES:
         print_machines(as_json)
         return
-    descriptions = {entry.name: entry.summary for entry in _entries(kind)} if kind in _OTHERS else _types(kind)
+    if kind == _COMMANDS:  # argparse has no public way to ask for what its help lists
+        descriptions = {action.dest: (action.help or "") % {} for action in commands._choices_actions}
+    else:
+        descriptions = {entry.name: entry.summary for entry in _entries(kind)} if kind in _OTHERS else _types(kind)
     print_json(descriptions) if as_json else _print_table(kind, descriptions)
 
 

@@ -18,6 +18,18 @@ if TYPE_CHECKING:
 
     from ..tables import FittedTable
 
+__all__ = [  # for commands of other packages too
+    "FoldedHelp",
+    "console",
+    "finite_json",
+    "fitted_table",
+    "human_size",
+    "number",
+    "print_json",
+    "red",
+    "shape_text",
+]
+
 _UNBROKEN = 1000
 # The status that a shell reports for a program ended by SIGPIPE: 128 + the signal's number.
 _PIPE_CLOSED = 141
@@ -33,7 +45,7 @@ def console() -> Console:
     """A console for standard output. Lines are as wide as the terminal; in a pipe they are not wrapped, so that grep works,
     and a table has a line for each row.
 
-    Text is shown as it is, without markup. Use rich's Text for colours.
+    Text is shown as it is, without markup, and without the colours that rich gives to numbers. Use rich's Text for colours.
     """
     # here, because `flextrain doctor` must start without rich
     from rich.console import Console
@@ -45,10 +57,10 @@ def console() -> Console:
             """Raise, where rich would end the program with status 1, which has another meaning here."""
             raise BrokenPipeError
 
-    found = UntilClosed(markup=False, emoji=False)
+    found = UntilClosed(markup=False, emoji=False, highlight=False)
     if found.is_terminal or "COLUMNS" in os.environ:
         return found
-    unbroken = UntilClosed(width=_UNBROKEN, markup=False, emoji=False, soft_wrap=True)
+    unbroken = UntilClosed(width=_UNBROKEN, markup=False, emoji=False, highlight=False, soft_wrap=True)
     unbroken.as_lines = True
     return unbroken
 

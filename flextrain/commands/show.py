@@ -52,14 +52,14 @@ def run(arguments: argparse.Namespace) -> int:
     )
 
     if arguments.name in kinds():
-        print_kind(arguments.name, arguments.json)
+        print_kind(arguments.name, arguments.json, arguments.commands)
         return 0
     if arguments.name in MACHINES:
         print_machines(arguments.json, [arguments.name])
         return 0
     found = find(arguments.name)
     if not found:
-        names = [*near(arguments.name)]
+        names = near(arguments.name, [*kinds(), *MACHINES, *arguments.commands.choices])
         hint = f", did you mean {_or(names)}?" if names else ", `flextrain list` shows the names"
         raise ConfigError(f'show: "{arguments.name}" is no name of flextrain{hint}')
     if arguments.json:

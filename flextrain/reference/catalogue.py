@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -436,13 +436,16 @@ def _of_short_name(name: str, group: str, meant: dict[str, Any]) -> Entry:
     )
 
 
-def near(name: str) -> list[str]:
-    """The names most like ``name``, at most three: those that are spelled alike, then those that contain it."""
+def near(name: str, others: Iterable[str]) -> list[str]:
+    """The names most like ``name``, at most three: those that are spelled alike, then those that contain it.
+
+    ``others`` are names besides those of the catalogue.
+    """
     if len(name.strip()) < 2:
         return []
     if name in NAMES:
         return [NAMES[name]]
-    names = list(all_names())
+    names = [*all_names(), *others]
     found: list[str] = []
     rest = [*names, *(each.rpartition(".")[2] for each in names)]
     while len(found) < 3 and (best := nearest(name, rest, 0.7)):

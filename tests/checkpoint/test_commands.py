@@ -157,7 +157,7 @@ def test_show_what_is_not_there(path: Path, capsys: Capture) -> None:
 def test_a_run_directory_in_place_of_a_checkpoint(path: Path, capsys: Capture) -> None:
     mark_latest(path)
     assert main(["checkpoint", "show", str(path.parent)]) == 2
-    assert capsys.readouterr().err.endswith(f"it has no manifest.json; the newest one in it is {path}\n")
+    assert capsys.readouterr().err.endswith(f"a folder of checkpoints, give one of them, such as {path}\n")
 
 
 @pytest.mark.parametrize("pattern, keys", [("*.bias", ["model.bias"]), ("exp_avg", ["optim.state.weight.exp_avg"])])
@@ -225,7 +225,7 @@ def test_verify_what_is_no_checkpoint(tmp_path: Path, capsys: Capture) -> None:
     mark_latest(save_checkpoint(tmp_path / "a", state()))
     for options in ([], ["--json"]):
         error = said_no(capsys, "verify", tmp_path, *options)
-        assert error.endswith(f"no manifest.json; the newest one in it is {tmp_path / 'a'}\n")
+        assert error.endswith(f"a folder of checkpoints, give one of them, such as {tmp_path / 'a'}\n")
     (tmp_path / "w.pth").touch()
     assert "w.pth: is not a complete checkpoint" in said_no(capsys, "verify", tmp_path / "w.pth")
 

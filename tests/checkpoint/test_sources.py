@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections import OrderedDict, defaultdict
@@ -17,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flextrain import CheckpointError
-from flextrain.core.checkpoint import open_weights
+from flextrain.core.checkpoint import Checkpoint, mark_latest, open_weights, save_checkpoint
 
 State = dict[str, Tensor]
 
@@ -158,9 +160,28 @@ def test_a_state_dict_beside_that_of_an_optimizer(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_checkpoints_names_the_newest(tmp_path: Path) -> None:
-    for name in ("checkpoint-8", "checkpoint-16", "runs"):
+    for name in ("checkpoint-8", "checkpoint-16", "checkpoint-24", "runs"):
         (tmp_path / name).mkdir()
+    for name in ("checkpoint-8", "checkpoint-16"):  # the third is not complete
+        save_file({"w": torch.ones(2)}, tmp_path / name / "model.safetensors")
     with pytest.raises(CheckpointError, match=r": is no checkpoint, but a folder .* such as .*checkpoint-16$"):
+        open_weights(tmp_path)
+
+
+def test_a_folder_of_own_checkpoints_names_the_newest_complete_one(tmp_path: Path) -> None:
+    for seconds, name in enumerate(("any_name", "best_accuracy_epoch_2", "epoch_3")):
+        path = save_checkpoint(tmp_path / name, {"model.w": torch.ones(2)})
+        os.utime(path / "manifest.json", (seconds, seconds))
+    (tmp_path / "epoch_3" / "manifest.json").unlink()
+    for open_it in (open_weights, Checkpoint.open):
+        with pytest.raises(CheckpointError, match=r"a folder of checkpoints, give .* such as .*best_accuracy_epoch_2$"):
+            open_it(tmp_path)
+    mark_latest(tmp_path / "any_name")
+    with pytest.raises(CheckpointError, match=r"such as .*any_name$"):
+        open_weights(tmp_path)
+    for name in ("any_name", "best_accuracy_epoch_2"):
+        shutil.rmtree(tmp_path / name)
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         open_weights(tmp_path)
 
 
