@@ -119,7 +119,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     Args:
         optimizer, accumulative_counts, clip_grad, paramwise_cfg, constructor: see OptimWrapper.
-        dtype: "float16", "bfloat16", or None for what the device's autocast chooses (bfloat16 on the CPU, else float16).
+        dtype: "float16", "bfloat16", or None: bfloat16 if the device has it and no ``loss_scale`` is given, else float16.
         loss_scale: for float16: "dynamic" (default), a fixed factor, or arguments of ``torch.amp.GradScaler``.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018; https://pytorch.org/docs/stable/amp.html
@@ -160,6 +160,11 @@ class AmpOptimWrapper(OptimWrapper):
         return self._loss_scale
 
     @property
+    def chose_dtype(self) -> bool:
+        """Whether the dtype is the device's, because none was given."""
+        return self._asked_dtype is None
+
+    @property
     def loss_scaler(self) -> GradScaler | None:
         """The scaler of float16 losses, whose ``get_scale()`` is the factor; None for bfloat16.
 
@@ -190,7 +195,7 @@ class AmpOptimWrapper(OptimWrapper):
         super().attach(device, autocast)
         self._dtype = self._asked_dtype
         if self._dtype is None:
-            self._dtype = DEVICES[device.type].autocast_dtype
+            self._dtype = DEVICES[device.type].autocast_dtype or self._dtype_on(device)
             if self._loss_scale is not None and self._dtype is not torch.float16:
                 raise ConfigError(
                     f"{self.where}.loss_scale: has no meaning with {self._dtype}, the default on {device.type}"
@@ -207,6 +212,11 @@ class AmpOptimWrapper(OptimWrapper):
             self._scaler = LossScaler(self._loss_scale or "dynamic", device.type)
             if before:
                 self._scaler.load_state_dict(before.state_dict())
+
+    def _dtype_on(self, device: torch.device) -> torch.dtype:
+        from ..core.device.accelerator import has_bfloat16
+
+        return torch.bfloat16 if self._loss_scale is None and has_bfloat16(device) else torch.float16
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[None]:
         """See OptimWrapper; without a strategy, autocast on the device of the model's parameters."""

@@ -18,6 +18,7 @@ from ..core.base.errors import ConfigError, counted, one_of, suggest
 from ..core.base.overriding import refuse_misspelled, refuse_unused
 from ..core.base.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 from ..core.device.precision import acts_as_norm
+from ..core.torch_compat.torch_private import has_values
 
 # Parameter groups of a constructor: merged where they are equal, and held against the model's parameters.
 
@@ -550,18 +551,50 @@ def make_optimizer(recipe: OptimizerRecipe, model: nn.Module) -> Optimizer:
         recipe: from ``check_optimizer``.
         model: the user's module, on its device.
     """
-    return make_for(recipe, make_groups(recipe, model))
+    groups = make_groups(recipe, model)
+    on_cpu = not groups or groups[0]["params"][0].device.type == "cpu"
+    return make_for(recipe, groups, {} if on_cpu else _implementation(recipe.optimizer, groups, model))
 
 
-def make_for(recipe: OptimizerRecipe, groups: list[dict[str, Any]]) -> Optimizer:
-    """Create the torch optimizer for these groups; for a built optimizer, another with the same settings."""
+_IMPLEMENTATIONS = {"foreach", "fused", "capturable", "differentiable"}
+_FUSED = ("Adam", "AdamW", "SGD")
+
+
+def _implementation(optimizer: Any, groups: Iterable[Mapping[str, Any]], model: nn.Module) -> dict[str, bool]:
+    """Return ``fused=True`` if a kernel of the device makes the update and the user has not chosen how; otherwise nothing.
+
+    No fused kernel takes the gradients of layers with ``sparse=True``.
+    """
+    from ..core.device.accelerator import is_fused
+
+    given = {"type": optimizer} if isinstance(optimizer, str) else optimizer
+    if not isinstance(given, Mapping) or _IMPLEMENTATIONS & {*given, *(key for group in groups for key in group)}:
+        return {}
+    kind = OPTIMIZERS.resolve(given["type"])
+    if kind not in [getattr(torch.optim, name) for name in _FUSED] or any(
+        getattr(module, "sparse", False) for module in model.modules()
+    ):
+        return {}
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    can = all(p.is_floating_point() and has_values(p) and is_fused(kind.__name__, p.device) for p in parameters)
+    return {"fused": True} if can else {}
+
+
+def make_for(recipe: OptimizerRecipe, groups: list[dict[str, Any]], more: Mapping[str, Any] | None = None) -> Optimizer:
+    """Create the torch optimizer for these groups; for a built optimizer, another with the same settings.
+
+    Args:
+        recipe: from ``check_optimizer``.
+        groups: the parameter groups.
+        more: arguments that a configuration has not.
+    """
     if isinstance(built := recipe.optimizer, Optimizer):
         known = inspect.signature(type(built)).parameters
         return type(built)(groups, **{key: value for key, value in built.defaults.items() if key in known})
     if isinstance(recipe.optimizer, (Mapping, str)):
         where = f"{recipe.where}.optimizer"
         try:
-            optimizer: Optimizer = OPTIMIZERS.build(recipe.optimizer, where, params=groups)
+            optimizer: Optimizer = OPTIMIZERS.build(recipe.optimizer, where, params=groups, **(more or {}))
         except ValueError as error:  # the parameters do not fit: torch's Muon accepts only matrices
             raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
         return optimizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -276,6 +276,12 @@ class OptimWrapper:
     def is_built(self) -> bool:
         """Whether the torch optimizer exists."""
         return self._optimizer is not None
+
+    @property
+    def chose_fused(self) -> bool:
+        """Whether one kernel makes the updates without the configuration saying so, because the device has it."""
+        given, defaults = self._recipe.optimizer, getattr(self.optimizer, "defaults", {})
+        return isinstance(given, (Mapping, str)) and "fused" not in given and bool(defaults.get("fused"))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

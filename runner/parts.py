@@ -109,6 +109,8 @@ class Parts:
         if isinstance(model, BaseTTAModel):
             self.stepper.merge_with(model)
         run.logger.info(f"Precision: {strategy.precision_report()}")
+        if trains and strategy.device.type != "cpu":
+            self._tell_choices()
         scale = run.options.auto_scale_lr
         if optim is not None and scale is not None and scale.enable:
             run.logger.info(self.scale_lr(optim, scale.base_batch_size))
@@ -134,8 +136,21 @@ class Parts:
 
     def build_dataloader(self, cfg: Any, where: str, training: bool, seed: int) -> Any:
         """Build a dataloader of one process's share of the data; ``where`` is the key, for messages."""
-        shard = self._run.strategy.topology.shard
-        return build_dataloader(cfg, training=training, seed=seed, shard=shard, where=where, logger=self._run.logger)
+        strategy, logger = self._run.strategy, self._run.logger
+        pins = strategy.device.type != "cpu" and self._can_pin()
+        return build_dataloader(
+            cfg, training=training, seed=seed, shard=strategy.topology.shard, where=where, logger=logger, pins=pins
+        )
+
+    def _tell_choices(self) -> None:
+        from .reporting.choices import tell_choices
+
+        tell_choices(self._run, self.config.given["train_dataloader"], self._can_pin())
+
+    def _can_pin(self) -> bool:
+        from ..core.device.accelerator import can_pin
+
+        return can_pin(self._run.strategy.device.type)
 
     def build_train_loop(self, loop: Any) -> TrainLoop:
         """Build a training loop on the training data; ``loop`` is such a loop, or as ``train_cfg``."""

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..base.errors import counted
-from ..base.tensors import SHARES, fingerprints, of_bytes, of_chunk, of_name, replica_of
+from ..base.tensors import SHARES, fingerprints, of_bits, of_bytes, of_chunk, of_name, replica_of
 from ..comm.agreement import gather_differing
 from ..comm.collectives import all_reduce, is_alone, side_group
+from ..device.device import HostBuffer
 from ..torch_compat.torch_private import version_of
 from .chunks import FlatShard, Offsets, held_chunks, is_cut_by_rule, is_ordinary
 
@@ -47,15 +48,28 @@ class Replicas:
         self._prints: dict[_ReplicaId, int] = {}
         self._names = {of_name(key): key for key in tensors}
         self._later: dict[str, _ReplicaId] = {}
+        self._arriving: list[tuple[list[_ReplicaId], HostBuffer, Tensor]] = []  # from devices, to be waited for
 
     def look(self, later: Iterable[str] = ()) -> None:
-        """Compute the missing fingerprints, except those of ``later``, whose copies ``look_at`` will get."""
+        """Compute the missing fingerprints, except those of ``later``, whose copies ``look_at`` will get.
+
+        A device computes those of its tensors in the order of its work, and the host does not wait for them.
+        """
         # Only those on the CPU: a device hashes faster than it copies, and compared hashes need the same arithmetic.
         waiting = {key for key in later if key in self._open and self._open[key][0].device.type == "cpu"}
         replicas = {key: (of_name(position), of_name(key)) for key, (_, position) in self._open.items()}
         self._later = {key: replicas[key] for key in waiting}
-        now = {key: tensor for key, (tensor, _) in self._open.items() if key not in waiting}
-        self._prints |= {replicas[key]: value for key, value in fingerprints(now, self._share).items()}
+        on_host: dict[str, Tensor] = {}
+        by_device: dict[torch.device, dict[_ReplicaId, Tensor]] = {}
+        for key, (tensor, _) in self._open.items():
+            if tensor.device.type != "cpu":
+                by_device.setdefault(tensor.device, {})[replicas[key]] = of_bits(tensor)
+            elif key not in waiting:
+                on_host[key] = tensor
+        self._prints |= {replicas[key]: value for key, value in fingerprints(on_host, self._share).items()}
+        for sums in by_device.values():
+            buffer = HostBuffer()
+            self._arriving.append((list(sums), buffer, buffer.copy([torch.stack(list(sums.values()))])[0]))
         self._open.clear()
 
     def look_at(self, key: str, tensor: Tensor) -> None:
@@ -65,6 +79,12 @@ class Replicas:
 
     def summary(self) -> bytes:
         """For each position where this process holds shards: hashes of the position, of the tensors' names, of their values."""
+        for replicas, buffer, numbers in self._arriving:
+            buffer.wait()
+            self._prints |= {
+                replica: number % 2**64 for replica, number in zip(replicas, numbers.tolist(), strict=True)
+            }
+        self._arriving.clear()
         positions: dict[int, list[tuple[int, int]]] = {}
         for (position, name), value in sorted(self._prints.items()):
             positions.setdefault(position, []).append((name, value))
@@ -74,7 +94,7 @@ class Replicas:
         return np.array(rows, dtype=np.uint64).tobytes()
 
     def packed(self) -> bytes:
-        """All fingerprints as bytes: position, name and value of each."""
+        """All fingerprints as bytes, after ``summary``: position, name and value of each."""
         rows = [(*replica, value) for replica, value in sorted(self._prints.items())]
         return np.array(rows, dtype=np.uint64).tobytes()
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from ..base.errors import CheckpointError, StorageError
 from ..base.tensors import DTYPES, check_tensor, nonfinite, size_text
 from ..comm.collectives import get_rank, get_world_size, side_group
-from ..device.device import HostBuffer
+from ..device.device import HostBuffer, host_slices
 from . import directory
 from . import load as rows
 from . import plain_values as own_row
@@ -272,7 +272,8 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint directory; every process must call it, and writes its own shard.
 
-    One tensor at a time is copied to the CPU, and only the chunks of it that this process writes.
+    Tensors of a device are copied to the host 64 MiB at a time while the 64 MiB before are written, and only the chunks that
+    this process writes.
 
     Args:
         path: the directory, or a URL that fsspec knows (``s3://bucket/run/epoch_3``); an existing checkpoint of this
@@ -479,7 +480,9 @@ class _Save:
         file = file_of(get_rank())
         self._staging.memory.wait()
         tensors = self._chunks() if self._staged is None else self._staged
-        entry = write_shard(folder / file, self._plan.parts, self._looked_at(tensors))
+        is_on_host = self._staged is not None or all(one.device.type == "cpu" for one in self._tensors.values())
+        numbered = enumerate(tensors) if is_on_host else host_slices(tensors)
+        entry = write_shard(folder / file, self._plan.parts, self._looked_at(numbered))
         if self._options.verify:
             self._read_back(folder / file, entry)
         return _Written((file, entry), self._nonfinite, self._summary())
@@ -503,10 +506,10 @@ class _Save:
             f"{f'; the folder is locked by {owner}' if owner else ''}; give each run a work_dir of its own"
         )
 
-    def _looked_at(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield the tensors to write, and check them on the way: fingerprints, and NaN or infinity."""
-        for part, tensor in zip(self._plan.parts, tensors, strict=True):
-            key = part.key
+    def _looked_at(self, tensors: Iterable[tuple[int, Tensor]]) -> Iterator[Tensor]:
+        """Yield what to write, tensors or their slices, and check it on the way: fingerprints, and NaN or infinity."""
+        for number, tensor in tensors:
+            key = self._plan.parts[number].key
             if self._replicas is not None:
                 self._replicas.look_at(key, tensor)
             if key in self._finite and nonfinite({key: tensor}):

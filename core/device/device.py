@@ -6,11 +6,13 @@ import copy
 import dataclasses
 import importlib
 import importlib.metadata
+import inspect
 import resource
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -28,14 +30,15 @@ class DeviceSpec:
     Attributes:
         type: torch's name for it ("cuda").
         backend: the process group back end for its tensors ("nccl").
-        autocast_dtype: dtype in which ``AmpOptimWrapper(dtype=None)`` computes.
+        autocast_dtype: dtype in which ``AmpOptimWrapper(dtype=None)`` computes; None: bfloat16 if the device has it, else
+            float16.
         package: the package whose import adds the type to torch; None if it is part of torch.
         install: what to install if that package is missing; default: its name.
     """
 
     type: str
     backend: str
-    autocast_dtype: torch.dtype = torch.float16
+    autocast_dtype: torch.dtype | None = None
     package: str | None = None
     install: str | None = None
 
@@ -223,9 +226,16 @@ def select_device(spec: DeviceSpec, local_rank: int) -> torch.device:
         raise StrategyError(
             f"strategy.device: local rank {local_rank} has no {spec.type} device, this machine has {count}"
         )
+    _set_allocator(spec.type)
     device = torch.device(spec.type, index)
     spec.module.set_device(device)
     return device
+
+
+def _set_allocator(kind: str) -> None:
+    from .accelerator import let_segments_grow
+
+    let_segments_grow(kind)
 
 
 def device_uuid(device: torch.device) -> str | None:
@@ -239,7 +249,7 @@ def to_device(data: Any, device: torch.device, non_blocking: bool = True) -> Any
     """``data`` with all of its tensors on ``device``; dicts, lists, (named) tuples and dataclasses keep their type.
 
     An object with a ``to`` method (a batch encoding, a packed sequence) is moved by that method. ``non_blocking``
-    applies to copies to an accelerator only; copies to the CPU always block.
+    applies to copies to an accelerator only, which then run beside its work; copies to the CPU always block.
     """
     kind = type(data)
     if kind is list or kind is tuple:  # first, for speed: this runs for every batch
@@ -250,9 +260,9 @@ def to_device(data: Any, device: torch.device, non_blocking: bool = True) -> Any
             ]
         )
     if isinstance(data, Tensor):
-        return data if data.device == device else data.to(device, non_blocking=non_blocking and device.type != "cpu")
+        return data if data.device == device else _copied(data, device, non_blocking)
     if callable(getattr(data, "to", None)) and not isinstance(data, type):
-        return data.to(device)
+        return _moved(data, device, non_blocking)
     if isinstance(data, Mapping):
         moved = {key: to_device(value, device, non_blocking) for key, value in data.items()}
         if kind is dict:
@@ -272,6 +282,24 @@ def to_device(data: Any, device: torch.device, non_blocking: bool = True) -> Any
         }
         return dataclasses.replace(data, **fields)
     return data
+
+
+def _copied(tensor: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
+    if device.type == "cpu" or tensor.device.type != "cpu" or not non_blocking:
+        return tensor.to(device, non_blocking=non_blocking and device.type != "cpu")
+    from .accelerator import upload
+
+    return upload(tensor, device)
+
+
+def _moved(data: Any, device: torch.device, non_blocking: bool) -> Any:
+    """What an object's own ``to`` gives, which need not know ``non_blocking``."""
+    if non_blocking and device.type != "cpu":
+        known = inspect.signature(data.to).parameters
+        if "non_blocking" in known or any(each.kind is each.VAR_KEYWORD for each in known.values()):
+            with suppress(TypeError):  # what it holds may have another ``to``
+                return data.to(device, non_blocking=True)
+    return data.to(device)
 
 
 def memory_mb(device: torch.device) -> float:
@@ -382,6 +410,43 @@ class HostBuffer:
             DEVICES[self._device.type].module.set_device(self._device)
             self._arrival.synchronize()
             self._arrival = None
+
+
+_SLICE_BYTES = 2**26
+
+
+def host_slices(tensors: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Yield (number of the tensor, slice of its elements on the host), in order; tensors of the host as they are.
+
+    What comes from a device goes through two page-locked buffers of at most 64 MiB: one is filled while the caller uses the
+    other. A slice is valid until the next one is asked for.
+    """
+    buffers = HostBuffer(), HostBuffer()
+    ready: list[tuple[int, Tensor]] = []
+    for number, batch in enumerate(chain(_batches(tensors), ([],))):
+        own = [one for _, one in batch if one.device.type != "cpu"]
+        copies = iter(buffers[number % 2].copy(own) if own else ())
+        started = [(index, one if one.device.type == "cpu" else next(copies)) for index, one in batch]
+        buffers[number % 2 - 1].wait()
+        yield from ready
+        ready = started
+
+
+def _batches(tensors: Iterable[Tensor]) -> Iterator[list[tuple[int, Tensor]]]:
+    """Yield numbered slices in lists that fit into a buffer."""
+    batch: list[tuple[int, Tensor]] = []
+    room = _SLICE_BYTES
+    for index, tensor in enumerate(tensors):
+        on_host = tensor.device.type == "cpu"
+        flat = tensor if on_host else tensor.detach().contiguous().view(-1)
+        for one in (flat,) if on_host else torch.split(flat, _SLICE_BYTES // flat.itemsize):
+            size = 0 if on_host else one.numel() * one.itemsize
+            if size > room:
+                yield batch
+                batch, room = [], _SLICE_BYTES
+            batch.append((index, one))
+            room -= size
+    yield batch
 
 
 def _allocate(sizes: Sequence[int], device: torch.device) -> tuple[list[Tensor], bool]:

@@ -145,6 +145,19 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+# Devices
+
+
+def has_kernel(operation: str, device_type: str) -> bool:
+    """Whether an operation has a kernel of its own for a type of device, by its name such as "aten::add.Tensor". 2.6, 2.15."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operation, torch._C._dispatch_key_for_device(device_type))
+
+
+def set_allocator(settings: str) -> None:
+    """Set the allocator of CUDA, as PYTORCH_CUDA_ALLOC_CONF would. 2.6, 2.15."""
+    torch.cuda.memory._set_allocator_settings(settings)  # type: ignore[no-untyped-call, unused-ignore]
+
+
 # Modules
 
 NORM_BASE = nn.modules.batchnorm._NormBase

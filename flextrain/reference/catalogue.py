@@ -44,7 +44,12 @@ _KEYS = (
         'makes a batch of samples: "pseudo_collate" makes lists of fields, "default_collate" stacks them to tensors',
     ),
     ("num_workers", "int", "0", "worker processes that load batches; 0: the training process loads them itself"),
-    ("pin_memory", "bool", "False", "load into page-locked memory, from which copies to an accelerator are faster"),
+    (
+        "pin_memory",
+        "bool",
+        "on an accelerator",
+        "load into page-locked memory, from which copies to an accelerator are faster",
+    ),
     ("drop_last", "bool", "False", "leave out the last batch of an epoch if it is smaller than the others"),
     ("timeout", "float", "0", "seconds to wait for a batch of the workers; 0: without limit"),
     ("worker_init_fn", "dict | str | function | None", "None", "called in each worker with the worker's number"),

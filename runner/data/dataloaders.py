@@ -87,6 +87,7 @@ def build_dataloader(
     shard: tuple[int, int] | None,
     where: str,
     logger: logging.Logger,
+    pins: bool = False,
 ) -> Any:
     """Build the DataLoader that a configuration describes, split over processes, or return another source of batches.
 
@@ -104,6 +105,7 @@ def build_dataloader(
         shard: (index, count) of this process's data shard; None: a runner says so when it gets the DataLoader.
         where: the configuration key, for messages.
         logger: logs which samplers were replaced.
+        pins: a configuration that does not say it loads into page-locked memory.
     """
     checks.check_dataloader(cfg, where, training)
     told, shard = shard is not None, shard or Topology().shard
@@ -123,7 +125,7 @@ def build_dataloader(
         if training:
             say_how_it_resumes(loader, where, logger)
         return loader
-    kwargs = dict(cfg)
+    kwargs = {"pin_memory": True, **cfg} if pins else dict(cfg)
     dataset, limit = kwargs.pop("dataset"), kwargs.pop(first_samples.KEY, None)
     if is_config(dataset):
         dataset = build_dataset(dataset, f"{where}.dataset")

@@ -83,7 +83,7 @@ def resolve(config: DeepSpeedConfig, optim: OptimWrapper | None, device: torch.d
 def _dtype(config: DeepSpeedConfig, optim: OptimWrapper | None) -> torch.dtype:
     homes = ((torch.bfloat16, "bf16", config.bf16), (torch.float16, "fp16", config.fp16))
     wanted = optim.precision.compute if isinstance(optim, AmpOptimWrapper) else None
-    if wanted is None:
+    if wanted is None or (isinstance(optim, AmpOptimWrapper) and optim.chose_dtype and config.own_dtype is not None):
         return config.own_dtype or torch.float32
     for dtype, key, home in homes:
         if home is not None and home.enabled != (dtype is wanted):

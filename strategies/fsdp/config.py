@@ -216,9 +216,10 @@ class FSDPConfig(StrategyConfig):
 
     model_wrapper: FSDPWrapperConfig | None = None
     """MMEngine's key for ``auto_wrap_policy`` and other arguments of FSDP."""
-    wrap: Literal["blocks"] | list[str] | Callable[..., bool] | None = None
+    wrap: Literal["blocks", "model"] | list[str] | Callable[..., bool] | None = None
     """Submodules that are units, each gathered and freed as a whole: "blocks" (the repeated ones), names of classes, or
-    a function of the submodule. None: the whole model is one unit."""
+    a function of the submodule; "model": the whole model is one unit. None: blocks on an accelerator, if the model has any,
+    and one unit on the CPU."""
     reshard_after_forward: bool | int | None = None
     """Free gathered parameters between forward and backward; an int: keep them sharded over groups of that many
     processes. None: free those of every unit except the outermost, because backward begins with it; with stages of a
@@ -266,7 +267,11 @@ class FSDPConfig(StrategyConfig):
     @pydantic.model_validator(mode="after")
     def _one_home(self) -> FSDPConfig:
         inner = self.model_wrapper
-        if self.prefetch is not None and self.wrap is None and (inner is None or inner.auto_wrap_policy is None):
+        if (
+            self.prefetch is not None
+            and self.wrap in (None, "model")
+            and (inner is None or inner.auto_wrap_policy is None)
+        ):
             raise ConfigError(
                 'strategy.prefetch: has no effect on a model that is one unit, give strategy.wrap="blocks"'
             )

@@ -41,7 +41,7 @@ from ..base import NOTHING, EvalStep, Optim, Strategy, kept_gradients
 from ..config import ANY_DEVICE, Needs
 from ..gathering_order import Together, UnitOrder, message_group
 from ..noted import Arranged, is_subclass
-from ..parts import construct, explain, prepare_whole
+from ..parts import choices, construct, explain, prepare_whole
 from ..parts.model_state import await_values
 from ..recomputation import compile_in_place
 from ..sharding import ShardedOptimizers, check_dense, check_no_max_norm, check_real, has_shards, make_contiguous
@@ -504,7 +504,9 @@ class FSDPStrategy(Strategy):
         return model
 
     def _choose_units(self, model: nn.Module) -> list[nn.Module]:
-        return choose_units(model, self.config)
+        # Blocks overlap sending with computing; on the CPU sending computes too, and stages of a pipeline are cut first.
+        has_units = self.device.type != "cpu" and self.topology.model is None
+        return choose_units(model, self.config, "blocks" if has_units else "model")
 
     def _mesh(self) -> DeviceMesh:
         data = self.topology.data
@@ -672,6 +674,14 @@ def _(strategy: FSDPStrategy, model: nn.Module) -> torch.dtype | None:
     return dtype
 
 
+@choices.register(FSDPStrategy)
+def _(strategy: FSDPStrategy) -> list[str]:
+    found = choices.dispatch(Strategy)(strategy)
+    inner = strategy.config.model_wrapper
+    is_open = strategy.config.wrap is None and (inner is None or inner.auto_wrap_policy is None)
+    return ['FSDP units by blocks (strategy.wrap="model")', *found] if is_open and strategy._units else found
+
+
 @explain.register(FSDPStrategy)
 def _(strategy: FSDPStrategy, error: BaseException) -> str | None:
     if (changed := explain.dispatch(Strategy)(strategy, error)) is not None:
@@ -679,12 +689,13 @@ def _(strategy: FSDPStrategy, error: BaseException) -> str | None:
     if "got mixed torch.Tensor and DTensor" in str(error):
         return (
             "parameters are sharded while the model is not called: call it as a whole, self(...) and not self.forward(...), and "
-            "compute in its forward what needs parameters; to generate text, call runner.generate()"
+            "compute in its forward what needs parameters; to generate text, call runner.generate(); a module that computes with "
+            'parameters of another one needs strategy.wrap="model"'
         )
     if "setStorage" in str(error) and "out of bounds" in str(error):
         return (
             "something computes with parameters that FSDP has freed after their unit's forward, such as torch.autograd.grad in "
-            "forward: leave out strategy.wrap, or give strategy.reshard_after_forward=False"
+            'forward: give strategy.wrap="model", or strategy.reshard_after_forward=False'
         )
     if "sparse" in str(error):
         return (

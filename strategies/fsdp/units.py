@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -60,8 +60,15 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def choose_units(model: nn.Module, config: FSDPConfig) -> list[nn.Module]:
+def choose_units(
+    model: nn.Module, config: FSDPConfig, default: Literal["blocks", "model"] = "model"
+) -> list[nn.Module]:
     """Return the units besides the whole model, inner ones first.
+
+    Args:
+        model: the user's module.
+        config: the options of the strategy.
+        default: what is done if these do not say it; a model without blocks is one unit.
 
     Raises:
         ConfigError: the configured policy accepts no submodule.
@@ -72,18 +79,18 @@ def choose_units(model: nn.Module, config: FSDPConfig) -> list[nn.Module]:
         where, units = "strategy.model_wrapper.auto_wrap_policy", list(_by_policy(model, policy)[0])
     elif wrap == "blocks":
         where, units = "strategy.wrap", repeated_blocks(model)
-    elif wrap is not None:
+    elif wrap in (None, "model"):
+        return _without_ties(model, repeated_blocks(model)) if wrap is None and default == "blocks" else []
+    else:
         where = "strategy.wrap"
         accepts = module_filter(cast(Any, wrap), model, where)
         units = [module for module in reversed(list(model.modules())) if module is not model and accepts(module)]
-    else:
-        return []
     if not units:
         sizes = [(_numel(module), type(module).__name__) for module in model.modules() if module is not model]
         size, name = max(sizes, default=(0, "none"))
         raise ConfigError(
             f"{where}: accepts no submodule of {type(model).__name__}, the largest is a {name} with {size:,} parameters; "
-            'give strategy.wrap=["<name of a class>"], or leave it out to make the model one unit'
+            'give strategy.wrap=["<name of a class>"], or "model" to make the model one unit'
         )
     for unit in units:
         if isinstance(unit, (nn.ModuleList, nn.ModuleDict)) and type(unit).forward in _NO_FORWARD:

@@ -2,7 +2,7 @@
 
 from ..base import meet
 from ..building import construct, init_weights, shape_of
-from .advice import check_window, explain, pipeline_of, rehearsed
+from .advice import check_window, choices, explain, pipeline_of, rehearsed
 from .footprint import StateMemory, state_memory
 from .model_state import (
     aliases,
@@ -35,6 +35,7 @@ __all__ = [
     "check_initialised",
     "check_replicas",
     "check_window",
+    "choices",
     "computed_with",
     "computes_alone",
     "construct",

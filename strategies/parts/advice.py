@@ -1,4 +1,4 @@
-"""What a backend says of a run: why it cannot train on a window, what follows from an error, and what a plan has to know."""
+"""What a backend says of a run: why it cannot train on a window, what follows from an error, what it chose, what a plan has to know."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import singledispatch
 from typing import Any
 
 from ...core.base.errors import StrategyError
+from ...optim.amp import AmpOptimWrapper
 from ..base import Strategy, TrainStep
 
 
@@ -29,6 +30,24 @@ def check_window(strategy: Strategy, window: Sequence[Any], step: TrainStep) -> 
 
     Called before the hooks of that update. Nothing of it remains: no gradient, no state, no random number.
     """
+
+
+# What was chosen because the device is an accelerator, where the user has chosen nothing.
+
+
+@singledispatch
+def choices(strategy: Strategy) -> list[str]:
+    """Return what was chosen for the accelerator, each with the setting that chooses otherwise; after ``setup``."""
+    found = []
+    for wrapper in strategy.optim.wrappers.values() if strategy.optim is not None else ():
+        if isinstance(wrapper, AmpOptimWrapper) and wrapper.chose_dtype:
+            dtype = str(wrapper.cast_dtype).removeprefix("torch.")
+            found.append(f'{dtype} ({wrapper.where}.dtype="{"bfloat16" if dtype == "float16" else "float16"}")')
+        if wrapper.chose_fused:
+            found.append(
+                f"one kernel per {type(wrapper.optimizer).__name__} update ({wrapper.where}.optimizer.fused=False)"
+            )
+    return found
 
 
 # What a plan has to know of a strategy, where all processes of a job are pretended.

@@ -122,8 +122,15 @@ Tensor with_storage(Storage s, c10::DispatchKey key, const Tensor& meta) {
   t._set_neg(meta.is_neg());
   return t;
 }
+thread_local std::array<c10::StreamId, kMaxDevices> stream_of{};
+// A copy to the device on another stream than the first is made when something else is done on that stream, a stream waits
+// for it, or the host for the device.
+std::vector<std::pair<Tensor, Tensor>> uploads;
+std::atomic<int64_t> recorded_streams{0};
+void arrive(bool all = true);
 Tensor cpu_view(const Tensor& t) {  // an NPU tensor as a CPU tensor of the same memory
   if (!t.defined() || !t.is_privateuseone()) return t;
+  if (stream_of[current]) arrive(false);
   return with_storage(cpu_storage(t.storage()), c10::DispatchKey::CPU, t);
 }
 Tensor to_npu(const Tensor& t, DeviceIndex dev) {  // a fresh CPU tensor as an NPU tensor, no copy
@@ -304,11 +311,15 @@ bool is_pinned(const Tensor& t) {
   std::lock_guard<std::mutex> lock(pinned_mutex);
   return t.is_cpu() && pinned.count(t.storage().data());
 }
-void arrive() {
+void arrive(bool all) {
   std::vector<std::pair<Tensor, Tensor>> due;
   {
     std::lock_guard<std::mutex> lock(late_mutex);
-    due.swap(late);
+    due.swap(uploads);
+    if (all) {
+      due.insert(due.end(), late.begin(), late.end());
+      late.clear();
+    }
   }
   at::AutoDispatchBelowAutograd guard;
   for (auto& [value, place] : due) place.copy_(value);
@@ -326,8 +337,9 @@ void read_scalar(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 Tensor copy_from(const Tensor& src, const Tensor& dst, bool non_blocking) {
   if (non_blocking && is_pinned(dst)) {
+    auto value = cpu_view(src).clone();
     std::lock_guard<std::mutex> lock(late_mutex);
-    late.emplace_back(cpu_view(src).clone(), dst);
+    late.emplace_back(value, dst);
     return dst;
   }
   if (!dst.is_privateuseone()) {
@@ -336,6 +348,11 @@ Tensor copy_from(const Tensor& src, const Tensor& dst, bool non_blocking) {
   }
   if (!src.is_privateuseone() && !non_blocking) report("blocking copy to device");
   auto d = cpu_view(dst);
+  if (non_blocking && is_pinned(src) && stream_of[current]) {
+    std::lock_guard<std::mutex> lock(late_mutex);
+    uploads.emplace_back(src, d);
+    return dst;
+  }
   d.copy_(cpu_view(src));
   return dst;
 }
@@ -364,7 +381,7 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& g, const T
   auto up = [&](const Tensor& t) { return t.defined() ? to_npu(t, x.get_device()) : t; };
   return {up(std::get<0>(r)), up(std::get<1>(r)), up(std::get<2>(r))};
 }
-void record_stream(Tensor&, c10::Stream) {}
+void record_stream(Tensor&, c10::Stream) { ++recorded_streams; }
 bool shallow_copy(const Tensor& a, const Tensor& b) {  // lets Module.to() keep its Parameter objects
   return a.layout() == c10::kStrided && b.layout() == c10::kStrided;
 }
@@ -380,6 +397,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&as_is>());
   m.impl("_local_scalar_dense", torch::CppFunction::makeFromBoxedFunction<&read_scalar>());
   for (auto name : {"native_layer_norm", "native_group_norm", "_stack", "addr"})  // not PyTorch's composite kernels
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+  for (auto name : {"_fused_adam_", "_fused_adam_.tensor_lr", "_fused_adamw_", "_fused_adamw_.tensor_lr", "_fused_sgd_",
+                    "_fused_sgd_.tensor_lr"})  // kernels of its own, for who asks
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
@@ -412,8 +432,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   m.impl("binary_cross_entropy", bce_banned);
 }
 
-// ---- devices, streams, events: all work is done when a call returns -------------------------
-thread_local std::array<c10::StreamId, kMaxDevices> stream_of{};
+// ---- devices, streams, events: all work but some copies is done when a call returns ----------
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kNpu; }
   Device exchangeDevice(Device d) const override { auto old = getDevice(); setDevice(d); return old; }
@@ -444,7 +463,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     *static_cast<std::chrono::steady_clock::time_point*>(*event) = std::chrono::steady_clock::now();
   }
   void destroyEvent(void* e, const DeviceIndex) const noexcept override { delete static_cast<std::chrono::steady_clock::time_point*>(e); }
-  void block(void*, const c10::Stream&) const override {}
+  void block(void*, const c10::Stream&) const override { arrive(false); }
   bool queryEvent(void*) const override {
     arrive();
     return true;
@@ -647,6 +666,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("in_bad_fork", &in_bad_fork);
   m.def("report", &report);
   m.def("watch", &watch);
+  m.def("recorded_streams", [] { return recorded_streams.load(); });
   m.def("change_data_ptr", &change_data_ptr);
   m.def("hccl_over", [](c10d::Backend* gloo) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<Hccl>(c10::intrusive_ptr<c10d::Backend>::reclaim_copy(gloo));
