@@ -479,8 +479,8 @@ class _Save:
             return _Written(None, self._nonfinite, self._summary())
         file = file_of(get_rank())
         self._staging.memory.wait()
-        tensors = self._chunks() if self._staged is None else self._staged
-        is_on_host = self._staged is not None or all(one.device.type == "cpu" for one in self._tensors.values())
+        tensors = self._staged or self._chunks()
+        is_on_host = all(one.is_cpu for one in self._staged or self._tensors.values())
         numbered = enumerate(tensors) if is_on_host else host_slices(tensors)
         entry = write_shard(folder / file, self._plan.parts, self._looked_at(numbered))
         if self._options.verify:

@@ -265,23 +265,24 @@ def to_device(data: Any, device: torch.device, non_blocking: bool = True) -> Any
         return _moved(data, device, non_blocking)
     if isinstance(data, Mapping):
         moved = {key: to_device(value, device, non_blocking) for key, value in data.items()}
-        if kind is dict:
-            return moved
-        if isinstance(data, MutableMapping):  # a defaultdict, for example, has more than its items
-            same = copy.copy(data)
-            same.update(moved)
-            return same
-        return type(data)(moved)  # type: ignore[call-arg]
+        return moved if kind is dict else _with_items(data, moved)
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(to_device(value, device, non_blocking) for value in data))
     if isinstance(data, (list, tuple)):
         return type(data)(to_device(value, device, non_blocking) for value in data)
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        fields = {
-            f.name: to_device(getattr(data, f.name), device, non_blocking) for f in dataclasses.fields(data) if f.init
-        }
-        return dataclasses.replace(data, **fields)
+        own = [field.name for field in dataclasses.fields(data) if field.init]
+        return dataclasses.replace(data, **{name: to_device(getattr(data, name), device, non_blocking) for name in own})
     return data
+
+
+def _with_items(data: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """A mapping of the same class with other values."""
+    if isinstance(data, MutableMapping):  # a defaultdict, for example, has more than its items
+        same = copy.copy(data)
+        same.update(items)
+        return same
+    return type(data)(items)  # type: ignore[call-arg]
 
 
 def _copied(tensor: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
