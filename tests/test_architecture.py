@@ -34,7 +34,10 @@ MENTION = re.compile(rf"{_PLUG_IN}\b|\brehearsing\b|\bsimulated ranks?\b")
 MAX_LINES = 900  # 200 to 600 are usual: a file holds one idea that has a name in the field
 CHECKPOINT_LIBRARY = "torch.distributed.checkpoint"
 TORCH_PRIVATE = {
-    *(f"flextrain.core.{name}_private" for name in ("torch_compat.torch", "torch_compat.dtensor", "checkpoint.dcp")),
+    *(
+        f"flextrain.core.{name}_private"
+        for name in (*map("torch_compat.{}".format, ("torch", "dtensor", "attention")), "checkpoint.dcp")
+    ),
     *(f"flextrain.{name}_private" for name in ("plan.rehearsing", "testing.simulation.group")),
 }
 CHECKPOINT_HOME = re.compile(r"flextrain\.core\.checkpoint(\.|$)")

@@ -13,9 +13,10 @@ from torch.nn import functional
 from flextrain import MeshStrategy
 from flextrain.core.comm import collectives as dist
 from flextrain.strategies.mesh.axis import own_random_numbers
-from flextrain.strategies.mesh.context import attention as ring
-from flextrain.strategies.mesh.context.attention import CAUSAL, FULL, Mask, Rule, SequenceAttention
+from flextrain.strategies.mesh.context import masks
+from flextrain.strategies.mesh.context.attention import SequenceAttention
 from flextrain.strategies.mesh.context.batches import SequenceShards
+from flextrain.strategies.mesh.context.masks import CAUSAL, FULL, Mask, Rule
 from flextrain.testing import WorkerGroup
 
 from ..device import DEVICE
@@ -58,7 +59,7 @@ def attend(kind: str, dtype: torch.dtype) -> None:
     strategy.join()
     mesh = strategy.layout.over("cp")
     with pytest.MonkeyPatch.context() as patch, torch.device(DEVICE):
-        patch.setattr(ring, "TILE", 5)
+        patch.setattr(masks, "TILE", 5)
         for rule in RULES:
             for has_documents in (False, True):
                 _compare(SequenceAttention(kind, mesh), rule, has_documents, dtype)

@@ -15,98 +15,19 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 from ....core.base.errors import StrategyError
-from .batches import SequenceShards, Span
-
-# Mask: which position attends to which, in a form of which every process can compute any tile.
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Which position attends to which, by their distance alone.
-
-    Args:
-        causal: to itself and to earlier ones only.
-        window: to fewer than this number of positions before it, itself included; if not ``causal``, to those at a
-            distance of at most this number on both sides. None: to any number.
-    """
-
-    causal: bool
-    window: int | None = None
-
-    def allows(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return a boolean tensor, broadcast from the positions of queries and of keys."""
-        allowed = key <= query if self.causal else (key == key) & (query == query)
-        if self.window is not None:
-            near = key > query - self.window if self.causal else (query - key).abs() <= self.window
-            allowed = allowed & near
-        return allowed
-
-    def of_all(self, queries: Span, keys: Span) -> bool | None:
-        """Return whether all of the ``queries`` attend to all of the ``keys`` (True), none to any (False), or some."""
-        first, last = queries[0], queries[1] - 1
-        start, end = keys[0], keys[1] - 1
-        if self.causal and start > last:
-            return False
-        reach = None if self.window is None else self.window - 1 if self.causal else self.window
-        if reach is not None and (first - end > reach or (not self.causal and start - last > reach)):
-            return False
-        if self.causal and end > first:
-            return None
-        if reach is not None and (last - start > reach or (not self.causal and end - first > reach)):
-            return None
-        return True
-
-
-CAUSAL, FULL = Rule(True), Rule(False)
-
-
-@dataclass(frozen=True, eq=False)
-class Mask:
-    """A rule, and what the batch adds to it.
-
-    Args:
-        rule: by position.
-        keys: (samples, length) of bool: positions to which none attends are False, such as padding. None: there are none.
-        documents: (samples, length) of numbers: a position attends to those of its own document only. None: one document.
-    """
-
-    rule: Rule
-    keys: Tensor | None = None
-    documents: Tensor | None = None
-
-    @property
-    def by_rule(self) -> bool:
-        """Whether the rule says all."""
-        return self.keys is None and self.documents is None
-
-    def tile(self, queries: Span, keys: Span, device: torch.device) -> Tensor | bool:
-        """Return who attends to whom: all (True), none (False), or a boolean tensor (samples or 1, 1, queries, keys)."""
-        found = self.rule.of_all(queries, keys)
-        if found is False:
-            return False
-        allowed = None
-        if found is None:
-            rows = torch.arange(*queries, device=device)[:, None]
-            allowed = self.rule.allows(rows, torch.arange(*keys, device=device))[None, None]
-        if self.keys is not None:
-            counted = self.keys[:, keys[0] : keys[1]].to(device)[:, None, None]
-            allowed = counted if allowed is None else allowed & counted
-        if self.documents is not None:
-            of_query = self.documents[:, queries[0] : queries[1]].to(device)
-            of_key = self.documents[:, keys[0] : keys[1]].to(device)
-            same = (of_query[:, :, None] == of_key[:, None])[:, None]
-            allowed = same if allowed is None else allowed & same
-        return True if allowed is None else allowed
-
+from ....core.torch_compat.attention_private import AttentionKernel, attention_kernel, takes_groups
+from .batches import SequenceShards
+from .masks import CAUSAL, Block, Mask, Rule
 
 # Ring attention: keys and values go round the processes, and in backward their gradients with them.
 
 
-TILE = 1024
-"""Positions of queries, and of keys, whose scores are in memory at the same time."""
+_WIDTHS = 8
+"""What the width of a head is a multiple of in kernels of accelerators."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +68,9 @@ def ring_attention(
 ) -> Tensor:
     """Return the attention of this process's queries to the keys of all processes.
 
-    Scores are computed tile by tile and never sent; they and all sums are in float32 at least.
+    Each block of queries and keys is computed by the kernel that torch chooses for this device, dtype and shape, while the next keys and values
+    are on their way. Blocks that have a mask, and all if there is no kernel, are computed by hand, tile by tile. What is added up
+    is in float32 at least.
 
     Args:
         query: (samples, heads, positions of this process, width).
@@ -159,83 +82,207 @@ def ring_attention(
     in Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness", 2022.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    found: Tensor = _RingAttention.apply(query, key, value, mask, scale, shards, ring)
-    return found
+    width = value.shape[-1]
+    aligned = _aligned(query, key, value)
+    kernel = attention_kernel(*aligned)
+    query, key, value = aligned if kernel is not None else (query, key, value)
+    found: Tensor = _RingAttention.apply(query, key, value, _Blocks(mask, scale, shards, ring, kernel))
+    return found if found.shape[-1] == width else found[..., :width]
+
+
+def _aligned(*tensors: Tensor) -> list[Tensor]:
+    """The tensors with one width that kernels take, padded by zeros, and with numbers of a head that follow each other."""
+    width = -(-max(tensor.shape[-1] for tensor in tensors) // _WIDTHS) * _WIDTHS
+    padded = (
+        tensor if tensor.shape[-1] == width else functional.pad(tensor, (0, width - tensor.shape[-1]))
+        for tensor in tensors
+    )
+    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in padded]
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """How the blocks of queries and keys are computed; a block's ``random`` is what its kernel's backward needs."""
+
+    mask: Mask
+    scale: float
+    shards: SequenceShards
+    ring: Ring
+    kernel: AttentionKernel | None
+
+    def of_step(self, step: int, device: torch.device) -> Iterator[Block]:
+        """The blocks with the keys of the process ``step`` before."""
+        blocks = self.mask.blocks if self.kernel is not None else self.mask.tiles
+        index = self.ring.index
+        return blocks(self.shards, index, (index - step) % self.shards.count, device)
+
+    def forward(
+        self, block: Block, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Return the output of a block, the logarithms of the sums of its exponentials, and random numbers."""
+        given = block.of_rows(query), block.of_columns(key), block.of_columns(value)
+        if self.kernel is not None and block.allowed is True:
+            return self.kernel.forward(*given, block.is_causal, self.scale)
+        return *_by_hand(*given, block.allowed, self.scale), ()
+
+    def backward(
+        self,
+        block: Block,
+        gradient: Tensor,
+        inputs: Sequence[Tensor],
+        of_all: tuple[Tensor, Tensor],
+        random: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a block's gradients of queries, keys and values; ``of_all``: the output and the sums of all blocks."""
+        query, key, value = inputs
+        given = block.of_rows(gradient), block.of_rows(query), block.of_columns(key), block.of_columns(value)
+        out, sums = (block.of_rows(tensor) for tensor in of_all)
+        if self.kernel is not None and block.allowed is True:
+            return self.kernel.backward(*given, out, sums, random, block.is_causal, self.scale)
+        return _by_hand_backward(*given, out, sums, block.allowed, self.scale)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Mask,
-        scale: float,
-        shards: SequenceShards,
-        ring: Ring,
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: _Blocks) -> Tensor:
         with torch.autocast(query.device.type, enabled=False):
-            grouped, dtype = _grouped(query, key.shape[1]), _accumulated(query)
-            sums = torch.full(grouped.shape[:-1], -torch.inf, dtype=dtype, device=query.device)
-            out = torch.zeros(*grouped.shape[:-1], value.shape[-1], dtype=dtype, device=query.device)
-            travelling = [key, value]
-            for step in range(shards.count):
-                wait = ring.send_on(travelling) if step < shards.count - 1 else None
-                keys, values = (_unsqueezed(tensor) for tensor in travelling)
-                for rows, columns, allowed in _tiles(mask, shards, ring.index, step, query.device):
-                    scores = _scores(grouped[..., rows, :], keys[..., columns, :], scale, allowed)
-                    before = sums[..., rows]
-                    total = torch.logaddexp(before, torch.logsumexp(scores, -1))
-                    base = torch.where(total == -torch.inf, 0.0, total)  # a position that attends to none
-                    weights = (scores - base[..., None]).exp_()
-                    kept = out[..., rows, :] * (before - base).exp_()[..., None]
-                    out[..., rows, :] = kept + weights @ values[..., columns, :].to(dtype)
-                    sums[..., rows] = total
+            combined = _Combined(query, value)
+            random: tuple[Tensor, ...] = ()
+            travelling, count = [key, value], blocks.shards.count
+            for step in range(count):
+                wait = blocks.ring.send_on(travelling) if step < count - 1 else None
+                for block in blocks.of_step(step, query.device):
+                    out, sums, drawn = blocks.forward(block, query, *travelling)
+                    combined.add(block, out, sums)
+                    random = random or drawn
                 if wait is not None:
                     travelling = wait()
-            found = out.to(query.dtype).flatten(1, 2)
-        ctx.save_for_backward(query, key, value, found, sums)
-        ctx.options = mask, scale, shards, ring
+            found = combined.out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, found, combined.sums, *random)
+        ctx.blocks = blocks
         return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, sums = ctx.saved_tensors
-        mask, scale, shards, ring = ctx.options
+        query, key, value, out, sums, *random = ctx.saved_tensors
+        blocks: _Blocks = ctx.blocks
         with torch.autocast(query.device.type, enabled=False):
-            dtype = _accumulated(query)
-            grouped, of_out = _grouped(query, key.shape[1]), _grouped(gradient, key.shape[1]).to(dtype)
-            delta = (of_out * _grouped(out, key.shape[1]).to(dtype)).sum(-1)
-            base = torch.where(sums == -torch.inf, 0.0, sums)
-            of_query = torch.zeros(grouped.shape, dtype=dtype, device=query.device)
-            travelling = [key, value]
-            gradients = [torch.zeros(tensor.shape, dtype=dtype, device=query.device) for tensor in (key, value)]
-            for step in range(shards.count):
-                wait = ring.send_on(travelling) if step < shards.count - 1 else None
-                keys, values = (_unsqueezed(tensor) for tensor in travelling)
-                of_key, of_value = gradients
-                for rows, columns, allowed in _tiles(mask, shards, ring.index, step, query.device):
-                    queries = grouped[..., rows, :]
-                    scores = _scores(queries, keys[..., columns, :], scale, allowed)
-                    weights = (scores - base[..., rows, None]).exp_()
-                    to_values = of_out[..., rows, :]
-                    of_scores = to_values @ values[..., columns, :].to(dtype).transpose(-1, -2)
-                    of_scores = (of_scores - delta[..., rows, None]) * weights * scale
-                    of_query[..., rows, :] += of_scores @ keys[..., columns, :].to(dtype)
-                    # Queries that share a head of keys add up.
-                    of_key[..., columns, :] += (of_scores.transpose(-1, -2) @ queries.to(dtype)).sum(2)
-                    of_value[..., columns, :] += (weights.transpose(-1, -2) @ to_values).sum(2)
-                gradients = ring.send_on(gradients)()  # after the last step they are where their keys came from
+            gradient = gradient.contiguous()
+            of_query = _Sum(query)
+            travelling, count = [key, value], blocks.shards.count
+            own: list[Tensor] = []
+            arriving: Callable[[], list[Tensor]] | None = None
+            for step in range(count):
+                wait = blocks.ring.send_on(travelling) if step < count - 1 else None
+                of_key, of_value = (_Sum(tensor) for tensor in travelling)
+                for block in blocks.of_step(step, query.device):
+                    found = blocks.backward(block, gradient, (query, *travelling), (out, sums), tuple(random))
+                    of_query.add(block.of_rows, found[0])
+                    of_key.add(block.of_columns, found[1])
+                    of_value.add(block.of_columns, found[2])
+                # Gradients follow their keys, a step behind: they are on their way under the next step's kernel.
+                gradients = [of_key.total, of_value.total]
+                if arriving is not None:
+                    gradients = [one.add_(other) for one, other in zip(arriving(), gradients, strict=True)]
+                if step == 0:
+                    own = gradients
+                else:
+                    arriving = blocks.ring.send_on(gradients)
                 if wait is not None:
                     travelling = wait()
-        found = (of_query.flatten(1, 2), *gradients)
-        return *(part.to(query.dtype) for part in found), None, None, None, None
+            if arriving is not None:
+                own = [one.add_(other) for one, other in zip(arriving(), own, strict=True)]
+        return of_query.total.to(query.dtype), own[0].to(key.dtype), own[1].to(value.dtype), None
 
 
 def _accumulated(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+class _Sum:
+    """A sum of gradients of blocks of a tensor."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like, self._dtype = like, _accumulated(like)
+        self._total: Tensor | None = None
+
+    def add(self, view: Callable[[Tensor], Tensor], found: Tensor) -> None:
+        """Add the gradient of what ``view`` gives of the tensor."""
+        if self._total is None and found.shape == self._like.shape:
+            self._total = found.to(self._dtype)
+        else:
+            view(self.total).add_(found)
+
+    @property
+    def total(self) -> Tensor:
+        """The sum, zeros if there was none."""
+        if self._total is None:
+            self._total = torch.zeros(self._like.shape, dtype=self._dtype, device=self._like.device)
+        return self._total
+
+
+class _Combined:
+    """Attention to several blocks of keys: their outputs weighed by the sums of their exponentials.
+
+    Attributes:
+        out, sums: the output, and the logarithms of the sums: -infinity for a query that attends to none.
+    """
+
+    def __init__(self, query: Tensor, value: Tensor) -> None:
+        self._shape, self._device, self._dtype = (*query.shape[:3], value.shape[3]), query.device, _accumulated(query)
+        self._found: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def out(self) -> Tensor:
+        return self._both()[0]
+
+    @property
+    def sums(self) -> Tensor:
+        return self._both()[1]
+
+    def _both(self) -> tuple[Tensor, Tensor]:
+        if self._found is None:
+            out = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+            self._found = out, torch.full(self._shape[:3], -torch.inf, dtype=self._dtype, device=self._device)
+        return self._found
+
+    def add(self, block: Block, out: Tensor, sums: Tensor) -> None:
+        """Add a block."""
+        out = out.to(self._dtype)
+        if self._found is None and out.shape == self._shape:
+            self._found = out, sums
+            return
+        whole, before = block.of_rows(self.out), block.of_rows(self.sums)
+        weight = torch.sigmoid(sums - before)
+        if block.allowed is not True:  # some may have attended to none, here and before
+            weight = torch.where(sums == -torch.inf, 0.0, weight)
+        whole.lerp_(out, weight[..., None])
+        before.copy_(torch.logaddexp(before, sums))
+
+
+def _by_hand(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the output of a block and the logarithms of its sums."""
+    scores = _scores(query, key, scale, allowed)
+    sums = torch.logsumexp(scores, -1)
+    base = torch.where(sums == -torch.inf, 0.0, sums)  # of a position that attends to none
+    weights = scores.sub_(base[..., None]).exp_()
+    return (weights @ value[:, :, None].to(weights.dtype)).flatten(1, 2), sums.flatten(1, 2)
+
+
+def _by_hand_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, allowed: Tensor | bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of queries, keys and values; queries that share a head of keys add up."""
+    dtype, heads = _accumulated(query), key.shape[1]
+    queries, to_values, outs = (_grouped(tensor, heads).to(dtype) for tensor in (query, gradient, out))
+    keys, values = (tensor[:, :, None].to(dtype) for tensor in (key, value))
+    base = torch.where(sums == -torch.inf, 0.0, sums)
+    weights = _scores(query, key, scale, allowed).sub_(_grouped(base, heads)[..., None]).exp_()
+    delta = (to_values * outs).sum(-1, keepdim=True)
+    of_scores = (to_values @ values.transpose(-1, -2)).sub_(delta).mul_(weights).mul_(scale)
+    of_key = (of_scores.transpose(-1, -2) @ queries).sum(2)
+    return (of_scores @ keys).flatten(1, 2), of_key, (weights.transpose(-1, -2) @ to_values).sum(2)
 
 
 def _grouped(tensor: Tensor, heads: int) -> Tensor:
@@ -243,35 +290,11 @@ def _grouped(tensor: Tensor, heads: int) -> Tensor:
     return tensor.reshape(tensor.shape[0], heads, -1, *tensor.shape[2:])
 
 
-def _unsqueezed(tensor: Tensor) -> Tensor:
-    return tensor[:, :, None]
-
-
 def _scores(query: Tensor, key: Tensor, scale: float, allowed: Tensor | bool) -> Tensor:
+    """(samples, heads of keys, queries for each, rows, columns)."""
     dtype = _accumulated(query)
-    scores = (query.to(dtype) @ key.to(dtype).transpose(-1, -2)) * scale
+    scores = (_grouped(query, key.shape[1]).to(dtype) @ key[:, :, None].to(dtype).transpose(-1, -2)).mul_(scale)
     return scores if isinstance(allowed, bool) else scores.masked_fill_(~allowed[:, :, None], -torch.inf)
-
-
-def _tiles(
-    mask: Mask, shards: SequenceShards, index: int, step: int, device: torch.device
-) -> Iterator[tuple[slice, slice, Tensor | bool]]:
-    """The tiles in which some query attends to some key of the process ``step`` before: local rows, columns, and the mask."""
-    for queries, rows in _local(shards.spans(index)):
-        for keys, columns in _local(shards.spans((index - step) % shards.count)):
-            allowed = mask.tile(queries, keys, device)
-            if allowed is not False:
-                yield rows, columns, allowed
-
-
-def _local(spans: Sequence[Span]) -> Iterator[tuple[Span, slice]]:
-    """The spans in tiles, each with its local indices."""
-    offset = 0
-    for start, stop in spans:
-        for at in range(start, stop, TILE):
-            end = min(at + TILE, stop)
-            yield (at, end), slice(offset + at - start, offset + end - start)
-        offset += stop - start
 
 
 # Ulysses: an all-to-all gives each process some of the heads with the whole sequence, and another one takes them
@@ -290,6 +313,8 @@ def ulysses_attention(
 ) -> Tensor:
     """Return the attention of this process's queries to the keys of all processes, by torch's own kernels.
 
+    Documents and padding are computed as blocks without mask, where there is a kernel for it.
+
     Args:
         query: (samples, heads, positions of this process, width); the number of processes divides that of the heads.
         key, value: the same with a number of heads that divides that of ``query``.
@@ -307,19 +332,32 @@ def ulysses_attention(
         repeats = repeats if shared % repeats == 0 else shared
         key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
     query, key, value = (_whole_sequence(tensor, shards, group) for tensor in (query, key, value))
-    shared = query.shape[1] // key.shape[1]
-    if shared > 1:
-        key, value = (tensor.repeat_interleave(shared, 1) for tensor in (key, value))
-    causal = mask.by_rule and mask.rule == CAUSAL
-    allowed = None
-    if not causal and not (mask.by_rule and mask.rule == FULL):
-        whole = (0, shards.length)
-        found = mask.tile(whole, whole, query.device)
-        allowed = found if isinstance(found, Tensor) else None
-    out = scaled_dot_product_attention(
-        query, key, value, attn_mask=allowed, dropout_p=dropout, is_causal=causal, scale=scale
-    )
+    out = _whole_attention(query, key, value, mask, scale, dropout)
     return _own_positions(out, shards, group)
+
+
+def _whole_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None, dropout: float
+) -> Tensor:
+    """Attention of all positions of a sequence, which this process has."""
+    length, allowed = query.shape[2], None
+    causal = mask.by_rule and mask.rule == CAUSAL
+    if (
+        not mask.by_rule
+        and not dropout
+        and mask.is_in_blocks
+        and attention_kernel(*_aligned(query, key, value)) is not None
+    ):
+        return ring_attention(query, key, value, mask, scale, SequenceShards(length, 1, False), Ring(None, 0, [0]))
+    if not causal:
+        allowed = mask.dense(length, query.device)
+    groups = query.shape[1] != key.shape[1]
+    if groups and not takes_groups(query, key, value, allowed, dropout, causal):
+        groups, shared = False, query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(shared, 1) for tensor in (key, value))
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=allowed, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=groups
+    )
 
 
 def _whole_sequence(tensor: Tensor, shards: SequenceShards, group: Any) -> Tensor:
@@ -372,7 +410,6 @@ class SequenceAttention:
         is_apart: each position attends to itself alone, to find what else combines positions.
         dtype, device: of the last call.
         length: number of positions of the batch of the forward that is running; None before the first.
-        keys, documents: what the batch of the forward that is running adds to its masks, see Mask.
     """
 
     def __init__(self, kind: str, mesh: DeviceMesh) -> None:
@@ -384,8 +421,8 @@ class SequenceAttention:
         self.is_apart = False
         self.dtype, self.device = torch.float32, torch.device(mesh.device_type)
         self.length: int | None = None
-        self.keys: Tensor | None = None
-        self.documents: Tensor | None = None
+        self._added: tuple[Tensor | None, Tensor | None] = None, None
+        self._masks: dict[Rule, Mask] = {}
 
     def shards(self, length: int) -> SequenceShards:
         """Return the division of sequences of ``length`` positions."""
@@ -466,6 +503,11 @@ class SequenceAttention:
         """Return what this process has of a tensor with all positions along its last dimension."""
         return self.shards(whole.shape[-1]).cut(whole, -1, self.index)
 
+    def add_to_masks(self, keys: Tensor | None = None, documents: Tensor | None = None) -> None:
+        """Set what the batch of the forward that is running adds to its masks, see Mask."""
+        self._added = keys, documents
+        self._masks = {}
+
     def mask(self, rule: Rule) -> Mask:
-        """Return the mask of a rule, with what the batch of the forward that is running adds to it."""
-        return Mask(rule, self.keys, self.documents)
+        """Return the mask of a rule, with what the batch adds to it; one for all layers, so that what it keeps is made once."""
+        return self._masks.setdefault(rule, Mask(rule, *self._added))

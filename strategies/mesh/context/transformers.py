@@ -21,7 +21,8 @@ from ....core.base.errors import StrategyError
 from ....core.comm.rendezvous import each_process_has
 from ....core.hugging_face.transformers_private import attention_implementation
 from ....core.torch_compat.torch_private import repeating_in, with_values
-from .attention import CAUSAL, FULL, Mask, Rule, SequenceAttention
+from .attention import SequenceAttention
+from .masks import CAUSAL, FULL, Mask, Rule
 
 NAME = "flextrain_context"
 """The name of this attention in transformers' registries."""
@@ -107,11 +108,12 @@ class TransformersModel:
             bound = inspect.signature(self.model.forward).bind(*args, **kwargs)
             kwargs = {**bound.kwargs, **{name: bound.arguments[name] for name in list(bound.arguments)[: len(args)]}}
         attention, numbers = self._attention, kwargs.get("attention_mask")
-        attention.keys = attention.documents = None
+        added: dict[str, Tensor] = {}
         if isinstance(numbers, Tensor):
             numbers = numbers.full_tensor() if isinstance(numbers, DTensor) else numbers
             # See SequenceBatches: documents have numbers from 1, otherwise the mask is of bool.
-            attention.keys, attention.documents = (numbers, None) if numbers.dtype == torch.bool else (None, numbers)
+            added = {"keys" if numbers.dtype == torch.bool else "documents": numbers}
+        attention.add_to_masks(**added)
         given = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         # Without a mask transformers takes positions that do not follow each other for several documents.
         ones = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device)

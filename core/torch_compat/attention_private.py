@@ -1,0 +1,187 @@
+"""Torch's attention kernels with the logarithms of their sums, by which attention to several blocks of keys is combined.
+
+A kernel's backward takes the output and the sums over all keys, and then gives the gradients of one block of them. The operators' arguments were
+read in torch 2.15 (``torch.ops.aten.NAME.default._schema``) and in the sources of 2.6 and 2.11, and called with values on the CPU only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend
+
+from .torch_private import has_values
+
+_ATEN = torch.ops.aten
+_ALIGNED = 32
+"""Positions to whose multiple the efficient kernel pads its sums; its backward reads them in steps of that. 2.6, 2.15."""
+
+Random = tuple[Tensor, ...]
+"""What a forward has drawn dropout from, which backward takes; without dropout it says nothing."""
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class _Operators:
+    """A kernel's operators by their names, and how they are called.
+
+    Args:
+        name, backward_name: of the operators in ``torch.ops.aten``.
+        forward: (operator, query, key, value, is_causal, scale) to output, sums and random numbers.
+        backward: (operator, gradient, query, key, value, output, sums, random numbers, is_causal, scale) to gradients.
+    """
+
+    name: str
+    backward_name: str
+    forward: Callable[..., tuple[Tensor, Tensor, Random]]
+    backward: Callable[..., Gradients]
+
+
+def _flash(call: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Random]:
+    out, sums, _, _, _, _, seed, offset, _ = call(q, k, v, 0.0, causal, scale=scale)
+    return out, sums, (seed, offset)
+
+
+def _flash_backward(
+    call: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, random: Random, causal: bool, scale: float
+) -> Gradients:  # fmt: skip
+    lengths = q.shape[2], k.shape[2]
+    found: Gradients = call(grad, q, k, v, out, sums, None, None, *lengths, 0.0, causal, *random, scale=scale)
+    return found
+
+
+def _cudnn(call: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Random]:
+    out, sums, _, _, _, _, seed, offset, _ = call(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, sums.reshape(out.shape[:-1]), (seed, offset)  # sums are (samples, heads, positions, 1)
+
+
+def _cudnn_backward(
+    call: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, random: Random, causal: bool, scale: float
+) -> Gradients:  # fmt: skip
+    lengths, whole = (q.shape[2], k.shape[2]), sums[..., None]
+    found: Gradients = call(grad, q, k, v, out, whole, *random, None, None, None, *lengths, 0.0, causal, scale=scale)
+    return found
+
+
+def _efficient(call: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Random]:
+    out, sums, seed, offset = call(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, sums[..., : q.shape[2]], (seed, offset)
+
+
+def _efficient_backward(
+    call: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, random: Random, causal: bool, scale: float
+) -> Gradients:  # fmt: skip
+    padded = functional.pad(sums, (0, -sums.shape[-1] % _ALIGNED), value=torch.inf)
+    needed = [True, True, True, False]
+    return call(grad, q, k, v, None, out, padded, *random, 0.0, needed, causal, scale=scale)[:3]  # type: ignore[no-any-return]
+
+
+def _on_cpu(call: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Random]:
+    return *call(q, k, v, 0.0, causal, scale=scale), ()
+
+
+def _on_cpu_backward(
+    call: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, _: Random, causal: bool, scale: float
+) -> Gradients:  # fmt: skip
+    return call(grad, q, k, v, out, sums, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
+
+
+_FLASH = "_scaled_dot_product_flash_attention"
+_EFFICIENT, _CUDNN = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"
+_KERNELS: Mapping[int, Sequence[_Operators]] = {
+    SDPBackend.FLASH_ATTENTION.value: (
+        _Operators(_FLASH, f"{_FLASH}_backward", _flash, _flash_backward),
+        _Operators(f"{_FLASH}_for_cpu", f"{_FLASH}_for_cpu_backward", _on_cpu, _on_cpu_backward),
+    ),
+    SDPBackend.EFFICIENT_ATTENTION.value: (_Operators(_EFFICIENT, f"{_EFFICIENT}_backward", _efficient, _efficient_backward),),
+    SDPBackend.CUDNN_ATTENTION.value: (_Operators(_CUDNN, f"{_CUDNN}_backward", _cudnn, _cudnn_backward),),
+}  # fmt: skip
+"""By what ``_fused_sdp_choice`` gives; of several the first that the device has."""
+
+
+class AttentionKernel:
+    """Attention of queries to a block of keys by one of torch's kernels.
+
+    Tensors are (samples, heads, positions, width), of one dtype and width. The number of heads of keys and values divides that of
+    queries. If ``is_causal``, there are as many queries as keys.
+
+    Args:
+        operators: the kernel's.
+        repeats: it takes as many heads of keys as of queries.
+    """
+
+    def __init__(self, operators: _Operators, repeats: bool) -> None:
+        self._operators, self._repeats = operators, repeats
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Random]:
+        """Return the output, the logarithms of the sums of exponentials (samples, heads, positions), and random numbers."""
+        call = getattr(_ATEN, self._operators.name).default
+        return self._operators.forward(call, query, *self._repeated(query, key, value), is_causal, scale)
+
+    def backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, random: Random,
+        is_causal: bool, scale: float,
+    ) -> Gradients:  # fmt: skip
+        """Return the gradients of the queries, keys and values; ``out`` and ``sums`` are those of all blocks."""
+        call = getattr(_ATEN, self._operators.backward_name).default
+        keys, values = self._repeated(query, key, value)
+        of_query, *others = self._operators.backward(
+            call, gradient, query, keys, values, out.contiguous(), sums.contiguous(), random, is_causal, scale
+        )
+        if self._repeats:
+            others = [found.reshape(found.shape[0], key.shape[1], -1, *found.shape[2:]).sum(2) for found in others]
+        return of_query, others[0], others[1]
+
+    def _repeated(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return _repeated(query, key, value) if self._repeats else (key, value)
+
+
+def attention_kernel(query: Tensor, key: Tensor, value: Tensor) -> AttentionKernel | None:
+    """Return the kernel that torch chooses for these tensors; None: the device, dtype or shape has none.
+
+    ``torch.nn.attention.sdpa_kernel`` is respected.
+    """
+    for repeats in (False, True) if query.shape[1] != key.shape[1] else (False,):
+        keys, values = _repeated(query, key, value) if repeats else (key, value)
+        choice = _choice(query, keys, values, None, 0.0, False)
+        for operators in _KERNELS.get(choice, ()):
+            if _has(operators.name, query.device):
+                return AttentionKernel(operators, repeats)
+    return None
+
+
+def takes_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> bool:
+    """Whether torch has a kernel for fewer heads of keys than of queries; otherwise scores would be in memory, and repeating is better."""
+    return _choice(query, key, value, mask, dropout, causal) in _KERNELS
+
+
+def _choice(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> int:
+    """Torch's own choice, an SDPBackend; by hand where the device has no function for it. 2.6, 2.15."""
+    by_hand = SDPBackend.MATH.value
+    if not has_values(
+        query
+    ):  # torch chooses by hand for these; when planning, what a machine with the device would choose
+        kinds = {2: SDPBackend.FLASH_ATTENTION.value, 4: SDPBackend.EFFICIENT_ATTENTION.value}
+        return kinds[2] if query.device.type == "cpu" else kinds.get(query.itemsize, by_hand)
+    if not _has("_fused_sdp_choice", query.device):
+        return by_hand
+    grouped = query.shape[1] != key.shape[1]
+    return int(torch._fused_sdp_choice(query, key, value, mask, dropout, causal, enable_gqa=grouped))
+
+
+def _has(name: str, device: torch.device) -> bool:
+    """Whether an operator has a function for a device of its own. 2.6, 2.15."""
+    key = torch._C._dispatch_key_for_device(device.type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+
+
+def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    each = query.shape[1] // key.shape[1]
+    return key.repeat_interleave(each, 1), value.repeat_interleave(each, 1)

@@ -1,0 +1,271 @@
+"""Masks over a sequence that several processes share: which position attends to which, as blocks or as tiles of a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from ....core.torch_compat.torch_private import has_values
+from .batches import SequenceShards, Span
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which position attends to which, by their distance alone.
+
+    Args:
+        causal: to itself and to earlier ones only.
+        window: to fewer than this number of positions before it, itself included; if not ``causal``, to those at a
+            distance of at most this number on both sides. None: to any number.
+    """
+
+    causal: bool
+    window: int | None = None
+
+    def allows(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return a boolean tensor, broadcast from the positions of queries and of keys."""
+        allowed = key <= query if self.causal else (key == key) & (query == query)
+        if self.window is not None:
+            near = key > query - self.window if self.causal else (query - key).abs() <= self.window
+            allowed = allowed & near
+        return allowed
+
+    def of_all(self, queries: Span, keys: Span) -> bool | None:
+        """Return whether all of the ``queries`` attend to all of the ``keys`` (True), none to any (False), or some."""
+        first, last = queries[0], queries[1] - 1
+        start, end = keys[0], keys[1] - 1
+        if self.causal and start > last:
+            return False
+        reach = None if self.window is None else self.window - 1 if self.causal else self.window
+        if reach is not None and (first - end > reach or (not self.causal and start - last > reach)):
+            return False
+        if self.causal and end > first:
+            return None
+        if reach is not None and (last - start > reach or (not self.causal and end - first > reach)):
+            return None
+        return True
+
+
+CAUSAL, FULL = Rule(True), Rule(False)
+
+TILE = 1024
+"""Positions of queries, and of keys, whose scores are in memory at the same time."""
+SHORTEST = 128
+"""Positions of a document, on average, from which on each is computed for itself: a call for fewer costs more than a mask."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries of this process and keys of another one, of which some attend to some.
+
+    Args:
+        rows, columns: the local indices of queries and of keys.
+        allowed: who attends to whom: all (True), or a boolean tensor (samples or 1, 1, queries, keys).
+        is_causal: as ``scaled_dot_product_attention`` has it; there are as many queries as keys, and ``allowed`` is True.
+        sample: the only sample; None: all.
+    """
+
+    rows: Span
+    columns: Span
+    allowed: Tensor | bool = True
+    is_causal: bool = False
+    sample: int | None = None
+
+    def of_rows(self, tensor: Tensor) -> Tensor:
+        """A view of the rows of a tensor (samples, heads, queries, ...)."""
+        return self._cut(tensor, self.rows)
+
+    def of_columns(self, tensor: Tensor) -> Tensor:
+        """A view of the columns of a tensor (samples, heads, keys, ...)."""
+        return self._cut(tensor, self.columns)
+
+    def _cut(self, tensor: Tensor, span: Span) -> Tensor:
+        tensor = tensor if self.sample is None else tensor.narrow(0, self.sample, 1)
+        return tensor if span == (0, tensor.shape[2]) else tensor.narrow(2, span[0], span[1] - span[0])
+
+
+@dataclass(frozen=True)
+class Run:
+    """Positions that follow each other: of a document, and of those keys in it to which any attends."""
+
+    queries: Span
+    keys: Span
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """A rule, and what the batch adds to it.
+
+    Args:
+        rule: by position.
+        keys: (samples, length) of bool: positions to which none attends are False, such as padding. None: there are none.
+        documents: (samples, length) of numbers: a position attends to those of its own document only. None: one document.
+    """
+
+    rule: Rule
+    keys: Tensor | None = None
+    documents: Tensor | None = None
+
+    @property
+    def by_rule(self) -> bool:
+        """Whether the rule says all."""
+        return self.keys is None and self.documents is None
+
+    def tile(self, queries: Span, keys: Span, device: torch.device) -> Tensor | bool:
+        """Return who attends to whom: all (True), none (False), or a boolean tensor (samples or 1, 1, queries, keys)."""
+        found = self.rule.of_all(queries, keys)
+        if found is False:
+            return False
+        allowed = None
+        if found is None:
+            rows = torch.arange(*queries, device=device)[:, None]
+            allowed = self.rule.allows(rows, torch.arange(*keys, device=device))[None, None]
+        if self.keys is not None:
+            counted = self.keys[:, keys[0] : keys[1]].to(device)[:, None, None]
+            allowed = counted if allowed is None else allowed & counted
+        if self.documents is not None:
+            of_query = self.documents[:, queries[0] : queries[1]].to(device)
+            of_key = self.documents[:, keys[0] : keys[1]].to(device)
+            same = (of_query[:, :, None] == of_key[:, None])[:, None]
+            allowed = same if allowed is None else allowed & same
+        return True if allowed is None else allowed
+
+    @cached_property
+    def is_in_blocks(self) -> bool:
+        """Whether ``blocks`` has no mask: there is no window, and what the batch adds are not too many runs."""
+        return self.rule.window is None and (self.by_rule or self._runs is not None)
+
+    def blocks(self, shards: SequenceShards, index: int, source: int, device: torch.device) -> Iterator[Block]:
+        """The blocks in which some query of process ``index`` attends to some key of process ``source``.
+
+        Tiles of a mask, unless it ``is_in_blocks``.
+        """
+        if not self.is_in_blocks:
+            yield from self.tiles(shards, index, source, device)
+            return
+        own, others = shards.spans(index), shards.spans(source)
+        for block in _by_rule(self.rule, own, others):
+            if self.by_rule:
+                yield block
+                continue
+            assert self._runs is not None
+            for sample, runs in self._runs:
+                for run in runs:
+                    rows, columns = (
+                        _both(block.rows, _within(own, run.queries)),
+                        _both(block.columns, _within(others, run.keys)),
+                    )
+                    yield from _of_run(rows, columns, block.is_causal, sample)
+
+    def tiles(self, shards: SequenceShards, index: int, source: int, device: torch.device) -> Iterator[Block]:
+        """The same as ``blocks``, of at most ``TILE`` queries and keys."""
+        for queries, rows in _tiles(shards.spans(index)):
+            for keys, columns in _tiles(shards.spans(source)):
+                allowed = self.tile(queries, keys, device)
+                if allowed is not False:
+                    yield Block(rows, columns, allowed)
+
+    @cached_property
+    def _runs(self) -> list[tuple[int | None, list[Run]]] | None:
+        """The runs of each sample, or of all alike; None: they are too many, or what belongs together does not follow each other.
+
+        Read on the host, once for a mask.
+        """
+        given = [tensor for tensor in (self.keys, self.documents) if tensor is not None]
+        if not all(has_values(tensor) for tensor in given):
+            return None
+        size, length = given[0].shape
+        keys, documents = (None if tensor is None else tensor.cpu() for tensor in (self.keys, self.documents))
+        found = []
+        for sample in range(size):
+            runs = _runs(
+                None if keys is None else keys[sample], None if documents is None else documents[sample], length
+            )
+            if runs is None or len(runs) * SHORTEST > length:
+                return None
+            found.append(runs)
+        return [(None, found[0])] if all(runs == found[0] for runs in found) else [*enumerate(found)]
+
+    @cached_property
+    def _dense(self) -> dict[tuple[int, torch.device], Tensor | bool]:
+        return {}
+
+    def dense(self, length: int, device: torch.device) -> Tensor | None:
+        """Return ``tile`` of a whole sequence of ``length``, made once; None: all attend to all."""
+        if (key := (length, device)) not in self._dense:
+            self._dense[key] = self.tile((0, length), (0, length), device)
+        found = self._dense[key]
+        return found if isinstance(found, Tensor) else None
+
+
+def _by_rule(rule: Rule, own: Sequence[Span], others: Sequence[Span]) -> Iterator[Block]:
+    """The blocks of a rule without window, as few as possible."""
+    rows, columns = (list(accumulate((stop - start for start, stop in spans), initial=0)) for spans in (own, others))
+    if not rule.causal or own == others:
+        yield Block((0, rows[-1]), (0, columns[-1]), is_causal=rule.causal)
+        return
+    # A span of queries attends to all keys of the spans before it: queries with as many of them are one block.
+    before = [sum(stop <= start for _, stop in others) for start, _ in own]
+    edges = [at for at in range(len(own) + 1) if at in (0, len(own)) or before[at] != before[at - 1]]
+    for first, last in pairwise(edges):
+        if before[first]:
+            yield Block((rows[first], rows[last]), (0, columns[before[first]]))
+
+
+def _of_run(rows: Span, columns: Span, is_causal: bool, sample: int | None) -> Iterator[Block]:
+    """The blocks of a run, whose keys lie within its queries if ``is_causal``."""
+    if rows[0] >= rows[1] or columns[0] >= columns[1]:
+        return
+    if not is_causal:
+        yield Block(rows, columns, sample=sample)
+        return
+    yield Block(columns, columns, is_causal=True, sample=sample)
+    if columns[1] < rows[1]:  # such as padding, which attends to all that it follows
+        yield Block((columns[1], rows[1]), columns, sample=sample)
+
+
+def _runs(keys: Tensor | None, documents: Tensor | None, length: int) -> list[Run] | None:
+    """The runs of one sample; None: positions of a document, or keys in it, do not follow each other."""
+    edges = [0, length]
+    if documents is not None:
+        edges[1:1] = (torch.diff(documents).nonzero()[:, 0] + 1).tolist()
+        if len(set(documents[edges[:-1]].tolist())) < len(edges) - 1:
+            return None
+    found = []
+    for start, stop in pairwise(edges):
+        if keys is None:
+            found.append(Run((start, stop), (start, stop)))
+            continue
+        at = keys[start:stop].nonzero()[:, 0]
+        if not len(at):
+            continue
+        first, last = start + int(at[0]), start + int(at[-1]) + 1
+        if last - first != len(at):
+            return None
+        found.append(Run((start, stop), (first, last)))
+    return found
+
+
+def _within(spans: Sequence[Span], positions: Span) -> Span:
+    """The local indices of those positions that lie in the spans; what lies between two of them is in neither, or all of it is."""
+    first, last = (sum(min(max(at - start, 0), stop - start) for start, stop in spans) for at in positions)
+    return first, last
+
+
+def _both(one: Span, other: Span) -> Span:
+    return max(one[0], other[0]), min(one[1], other[1])
+
+
+def _tiles(spans: Sequence[Span]) -> Iterator[tuple[Span, Span]]:
+    """The spans in tiles, each with its local indices."""
+    offset = 0
+    for start, stop in spans:
+        for at in range(start, stop, TILE):
+            end = min(at + TILE, stop)
+            yield (at, end), (offset + at - start, offset + end - start)
+        offset += stop - start
