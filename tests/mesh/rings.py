@@ -1,0 +1,75 @@
+"""Ring attention of two pretended processes in one, one after the other, beside attention on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flextrain.strategies.mesh.context.attention import Ring, ring_attention
+from flextrain.strategies.mesh.context.batches import SequenceShards
+from flextrain.strategies.mesh.context.masks import Mask
+
+COUNT = 2
+
+
+@dataclass(frozen=True)
+class Pretended(Ring):
+    """A ring of two, of which the other process is not there: its keys and values come from the test, and no gradients.
+
+    Args:
+        others: the keys and values of the other process.
+
+    Attributes:
+        sent: what this process has sent, call by call: keys in forward and in backward, then the gradients of the other's.
+    """
+
+    others: Sequence[Tensor] = ()
+    sent: list[list[Tensor]] = field(default_factory=list)
+
+    def send_on(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """See Ring."""
+        self.sent.append(list(tensors))
+        if len(self.sent) % 3 == 0:
+            return lambda: [torch.zeros_like(tensor) for tensor in tensors]
+        pairs = list(zip(tensors, self.others, strict=True))
+        return lambda: [functional.pad(other, (0, tensor.shape[-1] - other.shape[-1])) for tensor, other in pairs]
+
+
+def in_a_ring(
+    query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, mask: Mask, scale: float | None = None
+) -> list[Tensor]:
+    """Return the output and the gradients of queries, keys and values of a whole sequence, by two pretended processes."""
+    length = query.shape[2]
+    shards = SequenceShards(length, COUNT, length % (2 * COUNT) == 0)
+    cut = [[shards.cut(tensor, 2, index) for tensor in (query, key, value, gradient)] for index in range(COUNT)]
+    parts: list[list[Tensor]] = []
+    sent: list[list[Tensor]] = []
+    for index, (queries, keys, values, of_out) in enumerate(cut):
+        given = [tensor.detach().clone().requires_grad_() for tensor in (queries, keys, values)]
+        ring = Pretended(None, index, [0, 1], cut[1 - index][1:3])
+        found = ring_attention(given[0], given[1], given[2], mask, scale, shards, ring)
+        parts.append([found.detach(), *torch.autograd.grad(found, given, of_out)])
+        sent.append(ring.sent[2])
+    for index, part in enumerate(parts):
+        for at, arrived in enumerate(sent[1 - index], 2):
+            part[at] = (part[at].to(arrived.dtype) + arrived[..., : part[at].shape[-1]]).to(part[at].dtype)
+    return [shards.join(tensors, 2) for tensors in zip(*parts, strict=True)]
+
+
+def on_one_device(
+    query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, mask: Mask, scale: float | None = None
+) -> list[Tensor]:
+    """Return the same by torch in float64, with a mask of all pairs; queries that attend to none give zeros."""
+    length = query.shape[2]
+    given = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
+    repeated = [given[0], *(tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in given[1:])]
+    found = mask.tile((0, length), (0, length), query.device)
+    allowed = found if isinstance(found, Tensor) else torch.tensor(found, device=query.device).view(1, 1, 1, 1)
+    scores = (repeated[0] @ repeated[1].transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    weights = torch.softmax(scores.masked_fill(~allowed, -1e300), -1).masked_fill(~allowed, 0.0)
+    out = weights @ repeated[2]
+    return [out.detach(), *torch.autograd.grad(out, given, gradient.double())]
