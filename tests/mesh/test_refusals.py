@@ -16,9 +16,10 @@ from torch.nn import functional
 
 from flextrain import MeshStrategy
 from flextrain.core.base.errors import FlexTrainError
-from flextrain.strategies.mesh.context.attention import CAUSAL, SequenceAttention
+from flextrain.strategies.mesh.context.attention import SequenceAttention
 from flextrain.strategies.mesh.context.batches import SequenceBatches, SequenceShards
 from flextrain.strategies.mesh.context.context_parallel import check_of_transformers
+from flextrain.strategies.mesh.context.masks import CAUSAL
 from flextrain.strategies.mesh.context.transformers import Interception, rule_of, shifts_labels
 
 from .models import of_transformers
@@ -64,8 +65,8 @@ def attend(
         is_local=False,
         is_apart=False,
         length=length,
-        keys=None,
-        documents=None,
+        _masks={},
+        _added=(None, None),
     )
     tensors = args or (torch.zeros(1, heads, 4, 2),) * 3
 
