@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ....core.base.errors import StrategyError
 from ....core.torch_compat.attention_private import AttentionKernel, attention_kernel, takes_groups
 from .batches import SequenceShards
-from .masks import CAUSAL, Block, Mask, Rule
+from .masks import CAUSAL, AttentionBlock, Mask, Rule
 
 # Ring attention: keys and values go round the processes, and in backward their gradients with them.
 
@@ -110,14 +110,14 @@ class _Blocks:
     ring: Ring
     kernel: AttentionKernel | None
 
-    def of_step(self, step: int, device: torch.device) -> Iterator[Block]:
+    def of_step(self, step: int, device: torch.device) -> Iterator[AttentionBlock]:
         """The blocks with the keys of the process ``step`` before."""
         blocks = self.mask.blocks if self.kernel is not None else self.mask.tiles
         index = self.ring.index
         return blocks(self.shards, index, (index - step) % self.shards.count, device)
 
     def forward(
-        self, block: Block, query: Tensor, key: Tensor, value: Tensor
+        self, block: AttentionBlock, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Return the output of a block, the logarithms of the sums of its exponentials, and random numbers."""
         given = block.of_rows(query), block.of_columns(key), block.of_columns(value)
@@ -127,7 +127,7 @@ class _Blocks:
 
     def backward(
         self,
-        block: Block,
+        block: AttentionBlock,
         gradient: Tensor,
         inputs: Sequence[Tensor],
         of_all: tuple[Tensor, Tensor],
@@ -247,7 +247,7 @@ class _Combined:
             self._found = out, torch.full(self._shape[:3], -torch.inf, dtype=self._dtype, device=self._device)
         return self._found
 
-    def add(self, block: Block, out: Tensor, sums: Tensor) -> None:
+    def add(self, block: AttentionBlock, out: Tensor, sums: Tensor) -> None:
         """Add a block."""
         out = out.to(self._dtype)
         if self._found is None and out.shape == self._shape:

@@ -60,7 +60,7 @@ SHORTEST = 128
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionBlock:
     """Queries of this process and keys of another one, of which some attend to some.
 
     Args:
@@ -90,8 +90,8 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Run:
-    """Positions that follow each other: of a document, and of those keys in it to which any attends."""
+class DocumentSpans:
+    """The positions of a document, and those of the keys in it to which any attends."""
 
     queries: Span
     keys: Span
@@ -137,10 +137,10 @@ class Mask:
 
     @cached_property
     def is_in_blocks(self) -> bool:
-        """Whether ``blocks`` has no mask: there is no window, and what the batch adds are not too many runs."""
-        return self.rule.window is None and (self.by_rule or self._runs is not None)
+        """Whether ``blocks`` has no mask: there is no window, and what the batch adds are not too many documents."""
+        return self.rule.window is None and (self.by_rule or self._by_sample is not None)
 
-    def blocks(self, shards: SequenceShards, index: int, source: int, device: torch.device) -> Iterator[Block]:
+    def blocks(self, shards: SequenceShards, index: int, source: int, device: torch.device) -> Iterator[AttentionBlock]:
         """The blocks in which some query of process ``index`` attends to some key of process ``source``.
 
         Tiles of a mask, unless it ``is_in_blocks``.
@@ -153,26 +153,26 @@ class Mask:
             if self.by_rule:
                 yield block
                 continue
-            assert self._runs is not None
-            for sample, runs in self._runs:
-                for run in runs:
+            assert self._by_sample is not None
+            for sample, documents in self._by_sample:
+                for spans in documents:
                     rows, columns = (
-                        _both(block.rows, _within(own, run.queries)),
-                        _both(block.columns, _within(others, run.keys)),
+                        _both(block.rows, _within(own, spans.queries)),
+                        _both(block.columns, _within(others, spans.keys)),
                     )
-                    yield from _of_run(rows, columns, block.is_causal, sample)
+                    yield from _of_document(rows, columns, block.is_causal, sample)
 
-    def tiles(self, shards: SequenceShards, index: int, source: int, device: torch.device) -> Iterator[Block]:
+    def tiles(self, shards: SequenceShards, index: int, source: int, device: torch.device) -> Iterator[AttentionBlock]:
         """The same as ``blocks``, of at most ``TILE`` queries and keys."""
         for queries, rows in _tiles(shards.spans(index)):
             for keys, columns in _tiles(shards.spans(source)):
                 allowed = self.tile(queries, keys, device)
                 if allowed is not False:
-                    yield Block(rows, columns, allowed)
+                    yield AttentionBlock(rows, columns, allowed)
 
     @cached_property
-    def _runs(self) -> list[tuple[int | None, list[Run]]] | None:
-        """The runs of each sample, or of all alike; None: they are too many, or what belongs together does not follow each other.
+    def _by_sample(self) -> list[tuple[int | None, list[DocumentSpans]]] | None:
+        """The documents of each sample, or of all alike; None: they are too many, or what belongs together does not follow each other.
 
         Read on the host, once for a mask.
         """
@@ -183,13 +183,13 @@ class Mask:
         keys, documents = (None if tensor is None else tensor.cpu() for tensor in (self.keys, self.documents))
         found = []
         for sample in range(size):
-            runs = _runs(
+            spans = _documents(
                 None if keys is None else keys[sample], None if documents is None else documents[sample], length
             )
-            if runs is None or len(runs) * SHORTEST > length:
+            if spans is None or len(spans) * SHORTEST > length:
                 return None
-            found.append(runs)
-        return [(None, found[0])] if all(runs == found[0] for runs in found) else [*enumerate(found)]
+            found.append(spans)
+        return [(None, found[0])] if all(spans == found[0] for spans in found) else [*enumerate(found)]
 
     @cached_property
     def _dense(self) -> dict[tuple[int, torch.device], Tensor | bool]:
@@ -203,34 +203,34 @@ class Mask:
         return found if isinstance(found, Tensor) else None
 
 
-def _by_rule(rule: Rule, own: Sequence[Span], others: Sequence[Span]) -> Iterator[Block]:
+def _by_rule(rule: Rule, own: Sequence[Span], others: Sequence[Span]) -> Iterator[AttentionBlock]:
     """The blocks of a rule without window, as few as possible."""
     rows, columns = (list(accumulate((stop - start for start, stop in spans), initial=0)) for spans in (own, others))
     if not rule.causal or own == others:
-        yield Block((0, rows[-1]), (0, columns[-1]), is_causal=rule.causal)
+        yield AttentionBlock((0, rows[-1]), (0, columns[-1]), is_causal=rule.causal)
         return
     # A span of queries attends to all keys of the spans before it: queries with as many of them are one block.
     before = [sum(stop <= start for _, stop in others) for start, _ in own]
     edges = [at for at in range(len(own) + 1) if at in (0, len(own)) or before[at] != before[at - 1]]
     for first, last in pairwise(edges):
         if before[first]:
-            yield Block((rows[first], rows[last]), (0, columns[before[first]]))
+            yield AttentionBlock((rows[first], rows[last]), (0, columns[before[first]]))
 
 
-def _of_run(rows: Span, columns: Span, is_causal: bool, sample: int | None) -> Iterator[Block]:
-    """The blocks of a run, whose keys lie within its queries if ``is_causal``."""
+def _of_document(rows: Span, columns: Span, is_causal: bool, sample: int | None) -> Iterator[AttentionBlock]:
+    """The blocks of a document, whose keys lie within its queries if ``is_causal``."""
     if rows[0] >= rows[1] or columns[0] >= columns[1]:
         return
     if not is_causal:
-        yield Block(rows, columns, sample=sample)
+        yield AttentionBlock(rows, columns, sample=sample)
         return
-    yield Block(columns, columns, is_causal=True, sample=sample)
+    yield AttentionBlock(columns, columns, is_causal=True, sample=sample)
     if columns[1] < rows[1]:  # such as padding, which attends to all that it follows
-        yield Block((columns[1], rows[1]), columns, sample=sample)
+        yield AttentionBlock((columns[1], rows[1]), columns, sample=sample)
 
 
-def _runs(keys: Tensor | None, documents: Tensor | None, length: int) -> list[Run] | None:
-    """The runs of one sample; None: positions of a document, or keys in it, do not follow each other."""
+def _documents(keys: Tensor | None, documents: Tensor | None, length: int) -> list[DocumentSpans] | None:
+    """The documents of one sample; None: positions of a document, or keys in it, do not follow each other."""
     edges = [0, length]
     if documents is not None:
         edges[1:1] = (torch.diff(documents).nonzero()[:, 0] + 1).tolist()
@@ -239,7 +239,7 @@ def _runs(keys: Tensor | None, documents: Tensor | None, length: int) -> list[Ru
     found = []
     for start, stop in pairwise(edges):
         if keys is None:
-            found.append(Run((start, stop), (start, stop)))
+            found.append(DocumentSpans((start, stop), (start, stop)))
             continue
         at = keys[start:stop].nonzero()[:, 0]
         if not len(at):
@@ -247,7 +247,7 @@ def _runs(keys: Tensor | None, documents: Tensor | None, length: int) -> list[Ru
         first, last = start + int(at[0]), start + int(at[-1]) + 1
         if last - first != len(at):
             return None
-        found.append(Run((start, stop), (first, last)))
+        found.append(DocumentSpans((start, stop), (first, last)))
     return found
 
 
