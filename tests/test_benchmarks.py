@@ -145,3 +145,24 @@ def test_streams(tmp_path: Path) -> None:
     assert len(report["iterations"]) == 4
     assert report["first"]["index_mib"] < 8
     assert "| token file, packed |" in table
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_llama(tmp_path: Path) -> None:
+    """Every contestant makes its steps, in jobs of two processes; what cannot run is a row that says why."""
+    pytest.importorskip("transformers")
+    names = ["by-hand", "flextrain-tuned", "flextrain-defaults"]
+    flags = ["--processes", "2", "--rounds", "1", "--iterations", "2", "--length", "16", "--no-compile"]
+    command = [sys.executable, str(BENCHMARKS / "llama.py"), *flags, "--only", *names, "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (report,) = (json.loads(path.read_text()) for path in tmp_path.glob("llama_*.json"))
+    assert list(report["rows"]) == names
+    for row in report["rows"].values():
+        assert row["tokens_per_s"] == pytest.approx(16 / row["seconds"])
+        # 6 N + 12 L H T for 64 wide, 2 layers, 16 tokens; N without the input embedding of 512 words.
+        block = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 192 + 2 * 64
+        operations = 6 * (2 * block + 64 + 512 * 64) + 12 * 2 * 64 * 16
+        assert f"{operations / 1e9:.3g} Gflop per token" in report["what"]
