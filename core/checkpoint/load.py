@@ -388,6 +388,8 @@ class TensorReader:
     def read(self, key: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read the tensor ``key``: contiguous, on the CPU, in ``dtype`` (None: its own).
 
+        A file is compared with its checksum before the first tensor is read from it.
+
         Raises:
             CheckpointError: the tensor is missing or cannot be read, or a file's checksum is wrong.
         """
@@ -431,7 +433,11 @@ class TensorReader:
 
 @contextmanager
 def reading(checkpoint: Checkpoint) -> Iterator[TensorReader]:
-    """Context with a ``TensorReader``, whose files are closed at its end."""
+    """Context with a ``TensorReader``, whose files are closed at its end.
+
+    Args:
+        checkpoint: from ``open_weights`` or ``Checkpoint.open``.
+    """
     reader = TensorReader(checkpoint)
     try:
         yield reader
