@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def started(
     strategy = make_strategy(spec)
     try:
         strategy.join()
+        strategy.example = partial(model_class.sample, strategy.topology.data.count, seed)  # as a runner gives one
         torch.manual_seed(seed + SEED_STEP * strategy.topology.data.index)
         model, built = strategy.setup(model_class(), optim)
         assert built is not None
