@@ -147,19 +147,26 @@ def attention_kernel(query: Tensor, key: Tensor, value: Tensor) -> AttentionKern
     """Return the kernel that torch chooses for these tensors; None: the device, dtype or shape has none.
 
     ``torch.nn.attention.sdpa_kernel`` is respected.
+
+    Raises:
+        RuntimeError: torch's, if that leaves nothing, computing by hand neither.
     """
-    for repeats in (False, True) if query.shape[1] != key.shape[1] else (False,):
-        keys, values = _repeated(query, key, value) if repeats else (key, value)
-        choice = _choice(query, keys, values, None, 0.0, False)
-        for operators in _KERNELS.get(choice, ()):
-            if _has(operators.name, query.device):
-                return AttentionKernel(operators, repeats)
+    if query.shape[1] == key.shape[1] or takes_groups(query, key, value, None, 0.0, False):
+        choice, repeats = _choice(query, key, value, None, 0.0, False), False
+    else:
+        choice, repeats = _choice(query, *_repeated(query, key, value), None, 0.0, False), True
+    for operators in _KERNELS.get(choice, ()):
+        if _has(operators.name, query.device):
+            return AttentionKernel(operators, repeats)
     return None
 
 
 def takes_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> bool:
     """Whether torch has a kernel for fewer heads of keys than of queries; otherwise scores would be in memory, and repeating is better."""
-    return _choice(query, key, value, mask, dropout, causal) in _KERNELS
+    try:
+        return _choice(query, key, value, mask, dropout, causal) in _KERNELS
+    except RuntimeError:  # computing by hand is forbidden
+        return False
 
 
 def _choice(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> int:

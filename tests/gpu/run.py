@@ -30,6 +30,7 @@ STEPS: dict[str, tuple[str, float]] = {
     "device": ("tests/gpu/test_device.py", 90.0),
     "training": ("tests/gpu/test_training.py", 120.0),
     "precision": ("tests/gpu/test_precision.py", 120.0),
+    "attention": ("tests/gpu/test_attention.py", 90.0),
     "saves": ("tests/gpu/test_saves.py", 90.0),
     "waits": ("tests/gpu/test_waits.py", 90.0),
     "strategies": ("tests/gpu/test_strategies.py", 200.0),

@@ -4,16 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flextrain.core.torch_compat.torch_private import TorchDispatchMode
 from flextrain.strategies.mesh.context.attention import Ring, ring_attention
 from flextrain.strategies.mesh.context.batches import SequenceShards
 from flextrain.strategies.mesh.context.masks import Mask
 
 COUNT = 2
+
+
+class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the names of operations, and the shapes of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+        self.shapes: list[list[tuple[int, ...]]] = []
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.names.append(func.name().removeprefix("aten::"))
+        self.shapes.append([tuple(given.shape) for given in args if isinstance(given, Tensor)])
+        found = out if isinstance(out, (tuple, list)) else [out]
+        self.largest = max([self.largest, *(tensor.numel() for tensor in found if isinstance(tensor, Tensor))])
+        return out
+
+    def kernels(self) -> list[str]:
+        """The names of kernels, in their order."""
+        return [name for name in self.names if name.startswith("_scaled_dot")]
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,39 +17,17 @@ from torch.utils.checkpoint import checkpoint
 from flextrain import MeshStrategy
 from flextrain.core.comm import collectives as dist
 from flextrain.core.torch_compat import attention_private
-from flextrain.core.torch_compat.torch_private import TorchDispatchMode, fake_mode
+from flextrain.core.torch_compat.torch_private import fake_mode
 from flextrain.strategies.mesh.context import attention as attending
 from flextrain.strategies.mesh.context import masks
-from flextrain.strategies.mesh.context.attention import SequenceAttention, ring_attention
+from flextrain.strategies.mesh.context.attention import Ring, SequenceAttention, ring_attention
 from flextrain.strategies.mesh.context.batches import SequenceShards
 from flextrain.strategies.mesh.context.masks import CAUSAL, FULL, Mask, Rule
 from flextrain.testing import WorkerGroup
 
-from .rings import Pretended, in_a_ring, on_one_device
+from .rings import Names, Pretended, in_a_ring, on_one_device
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
-
-
-class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the names of operations, and the shapes of their tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-        self.shapes: list[list[tuple[int, ...]]] = []
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.names.append(func.name().removeprefix("aten::"))
-        self.shapes.append([tuple(given.shape) for given in args if isinstance(given, Tensor)])
-        found = out if isinstance(out, (tuple, list)) else [out]
-        self.largest = max([self.largest, *(tensor.numel() for tensor in found if isinstance(tensor, Tensor))])
-        return out
-
-    def kernels(self) -> list[str]:
-        """The names of kernels, in their order."""
-        return [name for name in self.names if name.startswith("_scaled_dot")]
 
 
 def tensors(
@@ -114,7 +93,7 @@ def test_masks(mask: str, by_hand: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     given, allowed = tensors(20), MASKS[mask](20)
     expected = on_one_device(*given, allowed, scale=0.3)
     kernels: AbstractContextManager[Any] = sdpa_kernel(SDPBackend.MATH) if by_hand else nullcontext()
-    with kernels, Seen() as seen:
+    with kernels, Names() as seen:
         found = in_a_ring(*given, allowed, scale=0.3)
     assert_equal(found, expected)
     is_masked = mask in ("window", "holes", "documents that return")
@@ -126,7 +105,7 @@ def test_masks(mask: str, by_hand: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("mask", ["causal", "documents"])
 def test_shapes(mask: str, shape: str) -> None:
     given, allowed = tensors(**SHAPES[shape]), MASKS[mask](SHAPES[shape]["length"])
-    with Seen() as seen:
+    with Names() as seen:
         found = in_a_ring(*given, allowed)
     assert_equal(found, on_one_device(*given, allowed))
     assert seen.kernels()
@@ -139,7 +118,7 @@ def test_a_whole_sequence_on_a_process(mask: str) -> None:
     """What Ulysses computes between its exchanges."""
     given, allowed = tensors(512, heads=(4, 2), samples=2), MASKS[mask](512)
     inputs = [tensor.requires_grad_() for tensor in given[:3]]
-    with Seen() as seen:
+    with Names() as seen:
         found = attending._whole_attention(*inputs, allowed, None, 0.0)
         gradients = torch.autograd.grad(found, inputs, given[3])
     assert_equal([found.detach(), *gradients], on_one_device(*given, allowed))
@@ -210,11 +189,10 @@ def test_gradients_of_some_inputs_and_of_two_backwards() -> None:
         some = [tensor.detach().requires_grad_(at == i) for i, tensor in enumerate(inputs)]
         (found,) = torch.autograd.grad(attend(*some), [some[at]], own[3])
         assert torch.equal(found, expected[at])
-    shards, ring = SequenceShards(20, 1, False), attending.Ring(None, 0, [0])
+    ring = Ring(None, 0, [0])
     out = ring_attention(*inputs, Mask(CAUSAL), None, SequenceShards(10, 1, False), ring)
     first, second = (torch.autograd.grad(out, inputs, own[3], retain_graph=True) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    assert shards.count == 1
 
 
 def test_checkpoints_and_evaluation() -> None:
@@ -277,7 +255,7 @@ def test_kernels_of_cuda(
     with fake_mode():
         *inputs, gradient = tensors(38, widths=(24, 24), dtype=dtype, device="cuda")
         ring = Pretended(None, 1, [0, 1], [torch.empty_like(tensor) for tensor in inputs[1:]])
-        with Seen() as seen:
+        with Names() as seen:
             found, gradients = _both_ways(inputs, gradient, ring)
     name = f"_scaled_dot_product_{kernel}_attention"
     assert seen.kernels() == [name] * 2 + [f"{name}_backward"] * 2
@@ -311,6 +289,47 @@ def test_a_device_without_a_choice_of_its_own_computes_by_hand(monkeypatch: pyte
     assert not attention_private.takes_groups(query, key, value, None, 0.0, False)
 
 
+def test_a_user_may_leave_no_kernel() -> None:
+    query, key, value, _ = tensors(20)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):  # which the CPU does not have
+        assert not attention_private.takes_groups(query, key, value, None, 0.0, False)
+        with pytest.raises(RuntimeError, match="[Nn]o .*(viable|available)"):
+            attention_private.attention_kernel(query, key, value)
+
+
+@dataclass(frozen=True)
+class Logged(Ring):
+    """A ring whose messages come back, and that says when."""
+
+    events: list[str] = field(default_factory=list)
+
+    def send_on(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """See Ring."""
+        self.events.append("send")
+
+        def wait() -> list[Tensor]:
+            self.events.append("wait")
+            return [tensor.clone() for tensor in tensors]
+
+        return wait
+
+
+def test_messages_are_on_their_way_while_kernels_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = Logged(None, 2, [0, 1, 2])
+    for way in ("forward", "backward"):
+        own = getattr(attending._Blocks, way)
+        monkeypatch.setattr(attending._Blocks, way, lambda *a, own=own: ring.events.append("kernel") or own(*a))
+    *inputs, gradient = tensors(10)
+    out = ring_attention(
+        *(one.requires_grad_() for one in inputs), Mask(FULL), None, SequenceShards(30, 3, False), ring
+    )
+    assert " ".join(ring.events) == "send kernel wait send kernel wait kernel"
+    ring.events.clear()
+    torch.autograd.grad(out, inputs, gradient)
+    # Gradients leave after the second kernel, and are waited for after the third one.
+    assert " ".join(ring.events) == "send kernel wait send kernel send wait kernel wait send wait"
+
+
 def operations(kind: str) -> tuple[int, int]:
     """In a worker: the operations of a layer, in forward and in backward."""
     torch.set_num_threads(1)
@@ -318,9 +337,9 @@ def operations(kind: str) -> tuple[int, int]:
     strategy.join()
     attention = SequenceAttention(kind, strategy.layout.over("cp"))
     inputs = [tensor.requires_grad_() for tensor in tensors(2048, samples=1)[:3]]
-    with Seen() as first:
+    with Names() as first:
         found = attention(*inputs, attention.mask(CAUSAL), None, 0.0, "test")
-    with Seen() as second:
+    with Names() as second:
         torch.autograd.grad(found, inputs, torch.ones_like(found))
     assert len(first.kernels() + second.kernels()) == (4 if kind == "ring" else 2)
     strategy.leave()
