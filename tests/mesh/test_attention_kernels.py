@@ -156,7 +156,7 @@ def test_dropout_keeps_the_mask() -> None:
     mask = Mask(CAUSAL, None, documents(256, [100], [100]))
     query, key, value, _ = tensors(256)
     found = attending._whole_attention(query, key, torch.ones_like(value), mask, None, 0.5)
-    assert not torch.equal(found, torch.ones_like(found))
+    assert (found - 1.0).abs().mean() > 0.05  # some weights are dropped, the others larger
     assert found.mean() == pytest.approx(1.0, abs=0.1)
     changed = key.clone()
     changed[:, :, :100] += 1.0  # of another document
