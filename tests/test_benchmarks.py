@@ -124,6 +124,16 @@ def test_chaos(tmp_path: Path, strategy: str, kinds: list[str], faults: int) -> 
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.distributed
+def test_sequence_attention(tmp_path: Path) -> None:
+    """A ring calls kernels, with few operations beside them, also with documents."""
+    report, table = made("sequence_attention", tmp_path, "--length", "1024", "--only", "ring", "ring, documents")
+    assert all(row["forward"] < 40 and row["both"] < 100 and row["ms"] > 0 for row in report["rows"])
+    assert "| ring, documents |" in table
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.distributed
 def test_mesh_memory(tmp_path: Path) -> None:
     """Sharding over two processes leaves half of what is kept, and less than the whole peak."""
     pytest.importorskip("matplotlib")
