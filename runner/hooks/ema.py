@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,8 +18,6 @@ from ...strategies.parts import computed_with, elsewhere, left_out, take_written
 from .hook import Hook
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ..run import Run
 
 # WeightAverage: running averages of a model's weights, which can be swapped into the model.
@@ -91,7 +89,11 @@ class WeightAverage:
 
 
 def _copy(to: list[Tensor], source: list[Tensor]) -> None:
-    foreach_copy_(list(map(local_part, to)), list(map(local_part, source)))
+    if to:  # torch takes no empty lists
+        foreach_copy_(list(map(local_part, to)), list(map(local_part, source)))
+
+
+_GROUP_BYTES = 2**26
 
 
 def move_towards(averages: Sequence[Tensor], tensors: Sequence[Tensor], share: float) -> None:
@@ -100,10 +102,25 @@ def move_towards(averages: Sequence[Tensor], tensors: Sequence[Tensor], share: f
     alike = [(average, tensor) for average, tensor in pairs if average.dtype == tensor.dtype]
     if alike:
         foreach_lerp_([average for average, _ in alike], [tensor for _, tensor in alike], share)
-    if len(alike) < len(pairs):
-        for average, tensor in pairs:
-            if average.dtype != tensor.dtype:
-                average.lerp_(tensor.to(average.dtype), share)
+    for some in _grouped([pair for pair in pairs if pair[0].dtype != pair[1].dtype]):
+        cast = [torch.empty_like(average) for average, _ in some]
+        foreach_copy_(cast, [tensor for _, tensor in some])
+        foreach_lerp_([average for average, _ in some], cast, share)
+
+
+def _grouped(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Yield the pairs in groups whose copies take no more memory than a large layer."""
+    group: list[tuple[Tensor, Tensor]] = []
+    room = _GROUP_BYTES
+    for average, tensor in pairs:
+        size = average.numel() * average.itemsize
+        if group and size > room:
+            yield group
+            group, room = [], _GROUP_BYTES
+        group.append((average, tensor))
+        room -= size
+    if group:
+        yield group
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -449,8 +466,7 @@ class TeacherHook(Hook):
         share = self._share(runner.iter, runner.max_iters)
         with torch.no_grad():
             move_towards(self._averages, self._students, share)
-            for weight in self._precise:
-                weight.teacher.copy_(weight.precise)  # type: ignore[arg-type]
+            _copy([weight.teacher for weight in self._precise], [weight.precise for weight in self._precise])  # type: ignore[misc]
         self._wrote(runner)
 
     def before_save_checkpoint(self, runner: Run, checkpoint: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flextrain import CheckpointError, ConfigError, DDPStrategy, FlexibleRunner, Hook
 from flextrain.core.checkpoint import Checkpoint
-from flextrain.runner.hooks import EMAHook
+from flextrain.runner.hooks import EMAHook, ema
 from flextrain.runner.hooks.ema import WeightAverage
 from flextrain.testing import WorkerGroup
 
@@ -353,3 +355,26 @@ def test_sharded_weights_are_averaged_shard_by_shard(workers2: WorkerGroup) -> N
         assert seen == [5.0, 6.0, 7.0, 8.0, 9.0, 10.0]
         assert local == 3
         assert own == [10.0, 11.0, 12.0, 13.0, 14.0, 15.0]
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that compute or copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_averages_of_another_dtype_move_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation for each parameter would take longer to start than to compute."""
+    monkeypatch.setattr(ema, "_GROUP_BYTES", 800)  # twenty tensors of 40 bytes
+    averages = [torch.zeros(10) for _ in range(50)]
+    with Operations() as operations:
+        ema.move_towards(averages, [torch.full((10,), float(n), dtype=torch.bfloat16) for n in range(50)], 0.25)
+    assert [average.unique().tolist() for average in averages] == [[n / 4] for n in range(50)]
+    made = {name: count for name, count in operations.seen.items() if name not in ("empty_like", "full")}
+    assert made == {"_foreach_copy_": 3, "_foreach_lerp_": 3}
