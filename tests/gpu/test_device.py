@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,13 @@ import torch
 
 from flextrain import SingleDeviceStrategy
 from flextrain.core.comm import collectives as dist
+from flextrain.core.device.accelerator import _side_stream, can_pin, has_bfloat16, is_fused
 from flextrain.core.device.device import HostBuffer, memory_mb, synchronize, to_device
 from flextrain.core.device.precision import autocast_computes_in
 from flextrain.core.random.generators import load_rng_state, rng_state, set_seed
 from flextrain.testing import WorkerGroup
+
+from .runs import make_runner
 
 
 @pytest.fixture
@@ -117,6 +122,75 @@ def test_copies_to_the_host_wait_for_nobody(device: torch.device) -> None:
         assert copies[1].tolist() == torch.arange(12.0).view(3, 4).T.tolist()
         assert copies[2].tolist() == [1.0] * 5
     assert all(block.is_pinned() for block in buffer._blocks)
+
+
+def busy(device: torch.device) -> Any:
+    """Give the device's stream about a second of work; an event that is over when the work is."""
+    torch.cuda._sleep(2_000_000_000)
+    return torch.cuda.current_stream(device).record_event()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("pinned", [True, False], ids=["page-locked", "ordinary"])
+def test_a_batch_is_copied_beside_the_work_of_the_device(device: torch.device, pinned: bool) -> None:
+    """Neither the copy nor the host waits for what the device still has to do; what is computed with it does."""
+    host = torch.arange(2.0**24)  # 64 MiB
+    host = host.pin_memory() if pinned else host
+    to_device(host, device)  # makes stream and memory
+    synchronize(device)
+    over = busy(device)
+    moved = to_device(host, device)
+    total = moved.double().sum()
+    side = _side_stream(device)
+    side.synchronize()  # the copy is there
+    assert not over.query()
+    assert float(total) == float(host.double().sum())
+
+
+@pytest.mark.cuda
+def test_memory_of_a_batch_is_not_used_again_too_early(device: torch.device) -> None:
+    """Batches are let go while the work with them is still to be done: the next ones get other memory until it is."""
+    hosts = [torch.full((2**22,), float(n)).pin_memory() for n in range(8)]
+    synchronize(device)
+    busy(device)
+    sums = []
+    for host in hosts:
+        moved = to_device(host, device)
+        sums.append(moved.mean())
+        del moved
+    assert torch.stack(sums).tolist() == [float(n) for n in range(8)]
+
+
+SEGMENTS = """
+import torch
+from flextrain import SingleDeviceStrategy
+SingleDeviceStrategy(device="cuda").join()
+held = torch.ones(2**22, device="cuda")
+print(all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))
+"""
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("given, grow", [("", "True"), ("expandable_segments:False", "False")])
+def test_segments_of_memory_grow_unless_the_user_says_otherwise(given: str, grow: str) -> None:
+    known = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    env = {**known, "PYTORCH_CUDA_ALLOC_CONF": given} if given else known
+    done = subprocess.run([sys.executable, "-c", SEGMENTS], env=env, capture_output=True, text=True, timeout=80)
+    assert done.stdout.split() == [grow], done.stderr
+
+
+@pytest.mark.accelerator
+def test_what_is_chosen_where_nothing_is_said(tmp_path: Path, kind: str) -> None:
+    adamw = dict(type="AdamW", lr=1e-3)
+    runner = make_runner(tmp_path, kind, optim_wrapper=dict(type="AmpOptimWrapper", optimizer=adamw))
+    runner.train()
+    assert runner.optim_wrapper is not None
+    assert runner.optim_wrapper.param_groups[0]["fused"] is is_fused("AdamW", runner.strategy.device)
+    expected = torch.bfloat16 if has_bfloat16(runner.strategy.device) else torch.float16
+    assert runner.strategy.precision.compute is expected
+    assert runner.train_dataloader.pin_memory is can_pin(kind)
+    assert sum("Chosen for" in file.read_text() for file in tmp_path.rglob("*.log")) == 1
+    runner.strategy.leave()
 
 
 @pytest.mark.cuda

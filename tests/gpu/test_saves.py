@@ -78,3 +78,45 @@ def test_what_is_saved_in_the_background(group: WorkerGroup, kind: str, tmp_path
         assert moved
         assert pinned
         assert all(pinned) == (kind not in ("cpu", "mps"))
+
+
+@pytest.mark.accelerator
+def test_a_save_that_waits_copies_in_slices(tmp_path: Path, kind: str) -> None:
+    """Tensors of more than a buffer, of less, and with lazy signs, in two buffers of 64 MiB."""
+    table = torch.randn(2**12, 2**13, generator=torch.Generator().manual_seed(1))  # 128 MiB
+    lazy = torch.view_as_complex(table[:64].view(64, -1, 2)).to(kind).conj()
+    state = {
+        "table": table.to(kind),
+        "columns": table.to(kind)[:, :100],
+        "lazy": lazy,
+        "none": torch.empty(0, device=kind),
+    }
+    state |= {f"small.{n}": torch.full((3,), float(n), device=kind) for n in range(100)}
+    written = content(save_checkpoint(tmp_path / "saved", state))
+    assert [key for key, tensor in state.items() if not torch.equal(written[key], tensor.cpu().resolve_conj())] == []
+
+
+def held(folder: Path) -> tuple[bool, float]:
+    """Whether the device still had work when a save in the background had begun, and what was saved."""
+    built = STRATEGIES.build(dict(type="DDPStrategy", device="cuda"), "strategy")
+    built.join()
+    try:
+        staging = Staging()
+        weights = torch.zeros(2**22, device=built.device)
+        save_in_background(folder / "first", {"weights": weights}, staging=staging).wait()  # makes plan and memory
+        torch.cuda._sleep(4_000_000_000)
+        weights.add_(1)
+        over = torch.cuda.current_stream().record_event()
+        pending = save_in_background(folder / "second", {"weights": weights}, staging=staging)
+        was_busy = not over.query()
+        weights.add_(1)
+        pending.wait()
+        return was_busy, float(content(folder / "second")["weights"].mean())
+    finally:
+        built.leave()
+
+
+@pytest.mark.cuda
+def test_a_save_in_the_background_does_not_hold_the_host(group: WorkerGroup, tmp_path: Path) -> None:
+    """Also where replicas are compared, whose hashes the device computes."""
+    assert set(group.run(held, tmp_path)) == {(True, 1.0)}

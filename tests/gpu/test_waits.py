@@ -55,7 +55,7 @@ class ReadsTheLoss(Hook):
 
 RECIPES: dict[str, dict[str, Any]] = {
     "plain": dict(optim_wrapper=dict(optimizer=ADAMW)),
-    "fused": dict(optim_wrapper=dict(optimizer={**ADAMW, "fused": True})),
+    "not fused": dict(optim_wrapper=dict(optimizer={**ADAMW, "fused": False})),
     "clipped": dict(optim_wrapper=dict(optimizer=ADAMW, clip_grad=dict(max_norm=0.5))),
     "accumulated": dict(optim_wrapper=dict(optimizer=ADAMW, accumulative_counts=2), epochs=4),
     "bfloat16": dict(optim_wrapper=dict(type="AmpOptimWrapper", dtype="bfloat16", optimizer=ADAMW)),
