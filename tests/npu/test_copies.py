@@ -65,8 +65,10 @@ def moved() -> tuple[list[list[float]], list[str], int, list[str]]:
     kept = torch_npu._sim.recorded_streams() - before
     old = to_device(Old(a=numbers[4]), torch.device("npu", 0))
     tensors = [*found[0].pair, found[1]["tensor"], found[2]["a"], old["a"]]
-    # A sum on the device: what has not arrived would be seen.
-    sums = [[float((tensor + 0).sum())] for tensor in tensors]
+    totals = [
+        tensor.sum() for tensor in tensors
+    ]  # all of them before one is read, which would wait for what has not arrived
+    sums = [[float(total)] for total in totals]
     return sums, seen, kept, [type(one).__name__ for one in (found[0], found[0].pair, found[1], found[2], old)]
 
 
