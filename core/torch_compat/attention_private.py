@@ -1,7 +1,8 @@
 """Torch's attention kernels with the logarithms of their sums, by which attention to several blocks of keys is combined.
 
-A kernel's backward takes the output and the sums over all keys, and then gives the gradients of one block of them. The operators' arguments were
-read in torch 2.15 (``torch.ops.aten.NAME.default._schema``) and in the sources of 2.6 and 2.11, and called with values on the CPU only.
+A kernel's backward takes the output and the sums over all keys, and then gives the gradients of one block of them. The operators are declared
+alike in torch 2.8, 2.10 (native_functions.yaml) and 2.15 (``torch.ops.aten.NAME.default._schema``). Only the CPU's were called with values, in 2.15; those of
+CUDA with tensors without values.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .torch_private import has_values
 
 _ATEN = torch.ops.aten
 _ALIGNED = 32
-"""Positions to whose multiple the efficient kernel pads its sums; its backward reads them in steps of that. 2.6, 2.15."""
+"""Positions to whose multiple the efficient kernel pads its sums; its backward reads them in steps of that. 2.15."""
 
 Random = tuple[Tensor, ...]
 """What a forward has drawn dropout from, which backward takes; without dropout it says nothing."""
@@ -170,21 +171,20 @@ def takes_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
 
 
 def _choice(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> int:
-    """Torch's own choice, an SDPBackend; by hand where the device has no function for it. 2.6, 2.15."""
-    by_hand = SDPBackend.MATH.value
-    if not has_values(
-        query
-    ):  # torch chooses by hand for these; when planning, what a machine with the device would choose
-        kinds = {2: SDPBackend.FLASH_ATTENTION.value, 4: SDPBackend.EFFICIENT_ATTENTION.value}
-        return kinds[2] if query.device.type == "cpu" else kinds.get(query.itemsize, by_hand)
+    """Torch's own choice, an SDPBackend; by hand where the device has no function for it. 2.8, 2.15."""
+    by_hand, grouped = SDPBackend.MATH.value, query.shape[1] != key.shape[1]
+    if not has_values(query):
+        # Torch chooses by hand for these. When planning, what a machine with the device would choose.
+        if query.device.type == "cpu" or (query.itemsize == 2 and mask is None):
+            return int(SDPBackend.FLASH_ATTENTION.value)
+        return int(by_hand if grouped or query.itemsize > 4 else SDPBackend.EFFICIENT_ATTENTION.value)
     if not _has("_fused_sdp_choice", query.device):
         return by_hand
-    grouped = query.shape[1] != key.shape[1]
     return int(torch._fused_sdp_choice(query, key, value, mask, dropout, causal, enable_gqa=grouped))
 
 
 def _has(name: str, device: torch.device) -> bool:
-    """Whether an operator has a function for a device of its own. 2.6, 2.15."""
+    """Whether an operator has a function of its own for a device. 2.15."""
     key = torch._C._dispatch_key_for_device(device.type)
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
 
