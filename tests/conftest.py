@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from .device import DEVICE
-
 # The session of pytest-xdist that only hands out tests does without torch: what needs it is imported where it is used.
 if TYPE_CHECKING:
     from flextrain.testing import WorkerGroup
@@ -103,7 +101,7 @@ def workers() -> Iterator[WorkerFactory]:
 
     groups: dict[int, Any] = {}
     kind: Any = WorkerGroup
-    if DEVICE == "npu":
+    if os.environ.get("FLEXTRAIN_TEST_DEVICE") == "npu":
         from .npu.simulated import NpuWorkers, built
 
         kind = NpuWorkers

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flextrain.strategies.mesh.pipeline.stages import Streams
 
+from ..device import DEVICE
 from .models import VOCABULARY, PlainBlock
 
 WIDTH, CHANNELS = 32, 8
@@ -67,7 +68,7 @@ class OnOneDevice(Noise):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "repeats": False})
-        self.streams = streams = Streams(torch.device("cpu"))
+        self.streams = streams = Streams(torch.device(DEVICE))
         streams.on_host = self.on_host
         self.embed.register_forward_pre_hook(lambda *_: self.training and streams.enter_part())
         self.embed.register_forward_hook(lambda *_: self.training and streams.leave_part())

@@ -353,8 +353,10 @@ class Correct(BaseMetric):
     """How many predictions are right, their order, and the loss."""
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
-        assert torch.equal(data_batch["labels"], data_samples["labels"])
-        right = (data_samples["predicted"] == data_samples["labels"]).double() @ torch.arange(1.0, LENGTH + 1).double()
+        assert torch.equal(data_batch["labels"].to(DEVICE), data_samples["labels"])
+        right = (data_samples["predicted"] == data_samples["labels"]).double().cpu() @ torch.arange(
+            1.0, LENGTH + 1
+        ).double()
         self.results += [(value, float(data_samples["loss"])) for value in right.tolist()]
 
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
@@ -561,7 +563,7 @@ class ByHand(PlainBlock):
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm1(x)
         q, k, v = (f(h).unflatten(-1, (-1, self.head)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
+        later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=x.device).triu(1)
         weights = (q @ k.mT * self.head**-0.5).masked_fill(later, -torch.inf).softmax(-1)
         return super().forward(x + self.out((weights @ v).transpose(1, 2).flatten(2)))
 
@@ -570,7 +572,7 @@ class Turning(PlainBlock):
     """Rotary positions that are counted from 0."""
 
     def forward(self, x: Tensor) -> Tensor:
-        angle = torch.arange(x.shape[1])[:, None] / 10 ** torch.arange(4)
+        angle = torch.arange(x.shape[1], device=x.device)[:, None] / 10 ** torch.arange(4, device=x.device)
         turn = torch.polar(torch.ones_like(angle), angle)
         h = self.norm1(x)
         q, k, v = (f(h).unflatten(-1, (-1, self.head)).transpose(1, 2) for f in (self.q, self.k, self.v))
@@ -624,7 +626,8 @@ class Added(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None) -> Any:
-        position_ids = torch.arange(input_ids.shape[1]) if position_ids is None else position_ids
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
         if self.training:
             self.calls, self.seen = self.calls + 1, self.seen + 1
         x = self.model.embed(input_ids) + self.model.position(position_ids)
@@ -705,7 +708,7 @@ HIDDEN: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "expert choice": (nn.Identity, lambda _, x: x * x.topk(8, 1).values, "model: topk combines positions"),
     "capacity": (nn.Identity, _by_capacity, "model: cumsum combines positions"),
     "kernel": (nn.Identity, lambda _, x: Unseen.apply(x), "model: a kernel that cannot be followed may combine"),  # type: ignore[no-untyped-call]
-    "own positions": (nn.Identity, lambda _, x: x * torch.linspace(0, 1, x.shape[1])[:, None], "model: mul takes numbers by position"),
+    "own positions": (nn.Identity, lambda _, x: x * torch.linspace(0, 1, x.shape[1], device=x.device)[:, None], "model: mul takes numbers by position"),
 }  # fmt: skip
 LOSSES: dict[str, tuple[Any, str]] = {
     "neighbours": (lambda logits, _: (logits[:, 1:] - logits[:, :-1]).square().mean(), "model: slice combines positions"),
@@ -803,7 +806,7 @@ class Evaluated:
 
     def predict(self, batch: Batch) -> Any:
         with torch.no_grad():
-            return self.model(**batch)
+            return self.model(**{name: value.to(DEVICE) for name, value in batch.items()})
 
 
 def refused(models: Mapping[str, Callable[[], nn.Module]]) -> dict[str, str]:

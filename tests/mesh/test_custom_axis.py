@@ -15,6 +15,7 @@ from flextrain.strategies.mesh import MeshConfig
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train
 
+from ..device import DEVICE
 from .parity import RECIPES, compare, data, started
 
 pytestmark = pytest.mark.distributed
@@ -55,7 +56,7 @@ def drawn() -> tuple[list[float], float]:
         def run_window(self, window: Any, step: Any, inner: Any) -> Any:
             for _ in range(2):  # with nothing drawn between them
                 with self.own_random_numbers():
-                    inside.append(float(torch.rand(())))
+                    inside.append(float(torch.rand((), device=DEVICE)))
             return inner(window, step)
 
     class MembersConfig(MeshConfig):
@@ -70,7 +71,7 @@ def drawn() -> tuple[list[float], float]:
     with started(dict(type=MembersMesh, members=2), "plain", recipe) as session:
         torch.manual_seed(5)
         train(session.strategy, session.model, session.optim, data("plain", recipe, 2))
-    return inside, float(torch.rand(()))
+    return inside, float(torch.rand((), device=DEVICE))
 
 
 def test_own_random_numbers(workers2: WorkerGroup) -> None:

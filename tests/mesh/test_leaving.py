@@ -12,6 +12,7 @@ import torch
 
 from flextrain.testing import WorkerGroup
 
+from ..device import DEVICE
 from .models import sample
 from .parity import Recipe, dtype_of, started
 
@@ -31,7 +32,8 @@ def train_and_leave(spec: dict[str, Any], model: str) -> tuple[int, int, int]:
     gc.collect()
     before = threads_of_groups()
     with dtype_of(torch.float64), started(spec, model, Recipe()) as session:
-        session.model(**sample(model, 4, 0)).loss.backward()
+        batch = {name: value.to(DEVICE) for name, value in sample(model, 4, 0).items()}
+        session.model(**batch).loss.backward()
         during = threads_of_groups()
     del session
     gc.collect()

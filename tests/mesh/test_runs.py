@@ -275,8 +275,8 @@ def called(options: Mapping[str, Any], name: str) -> list[float]:
             session.model.eval()
             with torch.no_grad():
                 for length in (ids.shape[1], ids.shape[1] // 2):
-                    outputs, wanted = (model(input_ids=ids[:, :length]).logits for model in (session.model, expected))
-                    found.append(float((outputs - wanted).abs().max()))
+                    outputs = session.model(input_ids=ids[:, :length].to(DEVICE)).logits.cpu()
+                    found.append(float((outputs - expected(input_ids=ids[:, :length]).logits).abs().max()))
             session.model.train()
     return found
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import SIMULATED, python
+from .simulated import SIMULATED, python
 from .test_strategies import FSDP, NPU, zero
 from .training import train, train_on_cpu
 

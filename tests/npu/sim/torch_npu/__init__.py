@@ -89,7 +89,7 @@ from . import _sync_batch_norm  # noqa: E402, F401 - registers operators
 
 def _make_group(options, _):
     gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
-    return _sim.hccl_over(gloo)
+    return _sim.hccl_over(gloo, list(options.global_ranks_in_group))
 
 
 dist.Backend.register_backend("hccl", _make_group, extended_api=True, devices=[device_type])
