@@ -109,7 +109,6 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     with module.stream(stream):
         copy = tensor.to(device, non_blocking=True)
     current.wait_stream(stream)
-    copy.record_stream(
-        current
-    )  # its memory is the other stream's, which must not use it again before the work on this one
+    # Its memory belongs to the other stream, which must not use it again before the work on this one.
+    copy.record_stream(current)
     return copy
