@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -91,10 +93,10 @@ def test_masks_are_those_of_one_device(npu2: Any, plan: dict[str, str], model: s
     npu2.run(drops_as_one_device, plan, model, options)
 
 
-def drawn_beside_stages() -> Any:
+def drawn_beside_stages(options: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """In a worker: losses of stages that draw at other times than each other."""
     assert test_tensor.own.MODELS["dropping"]
-    with started({**MESH, "tp": 2, "pp": 2, "plan": MATRICES}, "dropping", RECIPES["adamw"]) as session:
+    with started({**MESH, "tp": 2, "pp": 2, "plan": MATRICES, **options}, "dropping", RECIPES["adamw"]) as session:
         trace = train(session.strategy, session.model, session.optim, data("dropping", RECIPES["adamw"], 2))
     assert of_dtensors._rng_tracker is None
     return trace
