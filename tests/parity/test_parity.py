@@ -158,8 +158,9 @@ def compare(strategy: dict[str, Any], model: type[SmallModel], name: str, update
     same_numbers(found.losses, expected.losses, "the loss", tolerance)
     same_numbers(found.grad_norms, expected.grad_norms, "the gradient norm", tolerance)
     if recipe.bf16:
-        allowed = tolerance * (CANCELLING if tolerance == ZERO_BF16 else 1)
         for key, value in weights.items():
+            # The gradient of a scalar is one sum whose terms cancel, rounded: it is 6 % off that in float32 in the first place.
+            allowed = tolerance * (CANCELLING if tolerance == ZERO_BF16 or value.dim() == 0 else 1)
             way, off = (float(torch.dist(value.double(), other[key].double())) for other in (before, found_weights))
             assert off <= allowed * way, f"{key}: off by {off:.2e}, it went {way:.2e}"
     else:
