@@ -146,12 +146,10 @@ release-check: $(VENV)/.installed-dev
 test-gpu:
 	$(PYTHON) tests/gpu/run.py $(PYTEST_ARGS)
 
-# The tests of several processes that are in make test. Two cannot pass: one computes with NumPy in a model; one counts threads of
-# gloo, which the simulated device's groups have too.
+# The tests of several processes that are in make test, but for one whose model computes with NumPy.
 test-npu: $(VENV)/.installed-dev
 	FLEXTRAIN_TEST_DEVICE=npu $(PYTEST) tests/mesh -m "processes and not full" \
-		--deselect 'tests/mesh/test_context.py::test_refused_at_the_first_batch[causes]' \
-		--deselect 'tests/mesh/test_leaving.py::test_no_process_group_lives_on[tp]'
+		--deselect 'tests/mesh/test_context.py::test_refused_at_the_first_batch[causes]'
 
 # Measures on the machine at hand, and puts the result into benchmarks/results/ and docs/benchmarks.md.
 bench: $(VENV)/.installed-bench

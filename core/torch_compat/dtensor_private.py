@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -126,11 +127,16 @@ def forget_meshes() -> None:
 
     A mesh of the same ranks and names is equal to them, also with other groups: results would have the old groups.
     """
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    cached = propagator.propagate_op_sharding
-    getattr(cached, "cache", cached).cache_clear()  # torch 2.6 keeps the cache of the thread in an attribute
-    if (clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)) is not None:
-        clear()
+    _forget_layouts()
+    # An accelerator's backward has a thread of its own. The thread that leaves at exit must not make it use another device.
+    accelerators: Any = torch.accelerator
+    if threading.current_thread() is threading.main_thread() and accelerators.is_available():
+        device = accelerators.current_accelerator()
+        if torch.get_device_module(device).is_initialized():
+            with torch.enable_grad():
+                tensor = torch.ones((), device=device, requires_grad=True) * 1
+            tensor.register_hook(lambda _: _forget_layouts())
+            tensor.backward()  # type: ignore[no-untyped-call]
     # A mesh keeps its groups, and each of gloo's has a thread that wakes a hundred times a second.
     for name in [name for name in sys.modules if name.startswith("torch.distributed.tensor.")]:
         for value in list(vars(sys.modules[name]).values()):
@@ -139,6 +145,15 @@ def forget_meshes() -> None:
                     function.cache_clear()
     planners: dict[Any, Any] = getattr(sys.modules.get("torch.distributed.tensor._redistribute"), "_planner_cache", {})
     planners.clear()
+
+
+def _forget_layouts() -> None:
+    """Drop those of this thread."""
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    cached = propagator.propagate_op_sharding
+    getattr(cached, "cache", cached).cache_clear()  # torch 2.6 keeps the cache of the thread in an attribute
+    if (clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)) is not None:
+        clear()
 
 
 _CachedFunction = type(lru_cache(len))

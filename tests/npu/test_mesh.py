@@ -26,6 +26,7 @@ from flextrain.testing.loop import shard, train
 from ..mesh import test_tensor
 from ..mesh.models import MATRICES, MODELS, Plain, sample
 from ..mesh.parity import RECIPES, compare, data, started
+from ..mesh.test_leaving import train_and_leave
 
 pytestmark = [pytest.mark.npu, pytest.mark.distributed]
 
@@ -70,6 +71,12 @@ def test_a_value_of_the_host_is_logged_beside_the_loss(npu2: Any, axis: str) -> 
 
 def test_stages_send_complex_numbers(npu2: Any) -> None:
     npu2.run(compare, {**MESH, "pp": 2}, "turning", RECIPES["adamw"], updates=2)
+
+
+def test_no_process_group_lives_on(npu2: Any) -> None:
+    """Backward has a thread of its own, whose layouts had the groups of every mesh."""
+    for before, during, after in npu2.run(train_and_leave, {**MESH, "tp": 2}, "llama"):
+        assert after <= before < during
 
 
 # Random numbers: those of one device, whatever a process has of a tensor, without a message to all processes.
