@@ -135,7 +135,7 @@ def forget_meshes() -> None:
         if torch.get_device_module(device).is_initialized():
             with torch.enable_grad():
                 tensor = torch.ones((), device=device, requires_grad=True) * 1
-            tensor.register_hook(lambda _: _forget_layouts())
+            tensor.register_hook(lambda _: _forget_layouts())  # type: ignore[no-untyped-call]
             tensor.backward()  # type: ignore[no-untyped-call]
     # A mesh keeps its groups, and each of gloo's has a thread that wakes a hundred times a second.
     for name in [name for name in sys.modules if name.startswith("torch.distributed.tensor.")]:
