@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -19,6 +20,8 @@ from ..core.torch_compat.torch_private import GroupedGradScaler, has_values
 from . import gradients
 from .gradients import ModelGroup
 from .wrapper import OptimWrapper
+
+_logger = logging.getLogger("flextrain")
 
 
 def _by_layout(optimizer: Any) -> list[list[Tensor]]:
@@ -161,8 +164,8 @@ class AmpOptimWrapper(OptimWrapper):
 
     @property
     def chose_dtype(self) -> bool:
-        """Whether the dtype is the device's, because none was given."""
-        return self._asked_dtype is None
+        """Whether the dtype is the device's, because neither it was given nor ``loss_scale``, which means float16."""
+        return self._asked_dtype is None and self._loss_scale is None
 
     @property
     def loss_scaler(self) -> GradScaler | None:
@@ -271,6 +274,10 @@ class AmpOptimWrapper(OptimWrapper):
         self._attach_to_parameters()
         if self._scaler and state.get("scaler"):
             self._scaler.load_state_dict(state["scaler"])
+        elif state.get("scaler") and self.chose_dtype:
+            _logger.warning(
+                f'{self.where}: the checkpoint was trained in float16 and goes on in {self._dtype}; dtype="float16" keeps it'
+            )
 
 
 # ApexOptimWrapper: NVIDIA Apex's optimization levels O0 and O1, implemented with torch's autocast and GradScaler.

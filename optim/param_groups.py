@@ -572,7 +572,7 @@ def _implementation(optimizer: Any, groups: Iterable[Mapping[str, Any]], model: 
         return {}
     kind = OPTIMIZERS.resolve(given["type"])
     if kind not in [getattr(torch.optim, name) for name in _FUSED] or any(
-        getattr(module, "sparse", False) for module in model.modules()
+        getattr(module, "sparse", False) is True for module in model.modules()
     ):
         return {}
     parameters = [parameter for group in groups for parameter in group["params"]]

@@ -296,9 +296,10 @@ def _copied(tensor: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
 def _moved(data: Any, device: torch.device, non_blocking: bool) -> Any:
     """What an object's own ``to`` gives, which need not know ``non_blocking``."""
     if non_blocking and device.type != "cpu":
-        known = inspect.signature(data.to).parameters
-        if "non_blocking" in known or any(each.kind is each.VAR_KEYWORD for each in known.values()):
-            with suppress(TypeError):  # what it holds may have another ``to``
+        # What it holds may have another ``to``, and compiled ones do not say what they take.
+        with suppress(TypeError, ValueError):
+            known = inspect.signature(data.to).parameters
+            if "non_blocking" in known or any(each.kind is each.VAR_KEYWORD for each in known.values()):
                 return data.to(device, non_blocking=True)
     return data.to(device)
 

@@ -47,7 +47,7 @@ _KEYS = (
     (
         "pin_memory",
         "bool",
-        "on an accelerator",
+        "with workers, on an accelerator",
         "load into page-locked memory, from which copies to an accelerator are faster",
     ),
     ("drop_last", "bool", "False", "leave out the last batch of an epoch if it is smaller than the others"),

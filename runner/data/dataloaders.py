@@ -105,7 +105,7 @@ def build_dataloader(
         shard: (index, count) of this process's data shard; None: a runner says so when it gets the DataLoader.
         where: the configuration key, for messages.
         logger: logs which samplers were replaced.
-        pins: a configuration that does not say it loads into page-locked memory.
+        pins: a configuration with workers that does not say it loads into page-locked memory.
     """
     checks.check_dataloader(cfg, where, training)
     told, shard = shard is not None, shard or Topology().shard
@@ -125,7 +125,9 @@ def build_dataloader(
         if training:
             say_how_it_resumes(loader, where, logger)
         return loader
-    kwargs = {"pin_memory": True, **cfg} if pins else dict(cfg)
+    kwargs = dict(cfg)
+    if pins and kwargs.get("num_workers"):  # what this process loads may be on the device already
+        kwargs.setdefault("pin_memory", True)
     dataset, limit = kwargs.pop("dataset"), kwargs.pop(first_samples.KEY, None)
     if is_config(dataset):
         dataset = build_dataset(dataset, f"{where}.dataset")

@@ -20,11 +20,11 @@ def tell_choices(run: Run, data: Any, pins: bool) -> None:
     Args:
         run: whose strategy is set up.
         data: ``train_dataloader`` as given.
-        pins: whether batches are page-locked where the user has not chosen.
+        pins: whether batches of workers are page-locked where the user has not chosen.
     """
     strategy = run.strategy
     found = choices(strategy)
-    if pins and isinstance(data, Mapping) and "pin_memory" not in data:
+    if pins and isinstance(data, Mapping) and data.get("num_workers") and "pin_memory" not in data:
         found.append("page-locked batches (train_dataloader.pin_memory=False)")
     if let_segments_grow(strategy.device.type):
         found.append('growing segments of memory (PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False")')

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from threading import get_ident
+from threading import Thread, current_thread
 from typing import Any, cast
 
 import torch
@@ -59,14 +59,14 @@ class NotingErrors:
         has_seen: an error has left it, so that FSDP may have stopped in the middle.
         is_final: FSDP cannot go on after it.
         is_open: the model computes at the moment.
-        thread: number of the thread in which it computes; 0 before it has.
+        thread: in which it computes; None before it has.
     """
 
     has_seen = is_final = is_open = False
-    thread = 0
+    thread: Thread | None = None
 
     def __enter__(self) -> None:
-        self.is_open, self.thread = True, get_ident()
+        self.is_open, self.thread = True, current_thread()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.is_open = False
@@ -76,7 +76,8 @@ class NotingErrors:
     @property
     def is_over(self) -> bool:
         """Whether nothing computes, and no other thread may begin to."""
-        return not self.is_open and self.thread in (0, get_ident())
+        own = self.thread in (None, current_thread())
+        return not self.is_open and (own or not cast(Thread, self.thread).is_alive())
 
 
 def settle_gradients(parameters: Iterable[nn.Parameter]) -> list[RemovableHandle]:

@@ -7,6 +7,7 @@ import sys
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -290,6 +291,8 @@ def test_objects_that_move_themselves_are_asked_to() -> None:
     packed = to_device(pack_sequence([torch.ones(3), torch.ones(2)]), META)
     assert packed.data.device == META
     assert packed.batch_sizes.device.type == "cpu"  # which torch insists on
+    compiled = SimpleNamespace(to=ones().to)  # has no signature
+    assert to_device(compiled, META).device == META
 
 
 def test_a_tensor_that_is_there_already_is_not_copied() -> None:

@@ -162,6 +162,15 @@ def test_the_state_continues_and_is_plain() -> None:
     assert other.plain_values()["scaler"]["_growth_tracker"] == 1
 
 
+@pytest.mark.parametrize("dtype, warns", [(None, True), ("bfloat16", False)], ids=["chosen", "given"])
+def test_float16_does_not_become_another_dtype_unsaid(
+    dtype: Any, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = prepared(dtype="float16")[1].plain_values()
+    prepared(dtype=dtype)[1].load_plain_values(saved)
+    assert ('in float16 and goes on in torch.bfloat16; dtype="float16" keeps it' in caplog.text) == warns
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_state_without_a_scaler_starts_afresh(dtype: Any) -> None:
     _, wrapper, _ = prepared(dtype=dtype)

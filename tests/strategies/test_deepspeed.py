@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -805,6 +805,20 @@ def run_and_resume(folder: Path, stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_run_with_averaged_weights_resumes_exactly(workers2: WorkerGroup, tmp_path: Path, stage: int) -> None:
     workers2.run(run_and_resume, tmp_path, stage)
+
+
+@pytest.mark.filterwarnings("ignore:.*GradScaler is enabled, but CUDA is not available")
+def test_a_loss_scale_of_the_wrapper_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flextrain.strategies.deepspeed.engine_config import resolve
+
+    monkeypatch.setattr("flextrain.optim.amp.autocast_computes_in", lambda *_: True)
+    device, config = torch.device("cuda"), DeepSpeedStrategy(bf16=dict(enabled=True)).config
+    chosen, scaled = AmpOptimWrapper(ADAMW), AmpOptimWrapper(ADAMW, loss_scale=128.0)
+    for optim in (chosen, scaled):
+        optim.attach(device, nullcontext)
+    assert resolve(config, chosen, device).dtype is torch.bfloat16
+    with pytest.raises(ConfigError, match=r"bf16\.enabled: True disagrees with optim_wrapper, which asks for torch\.float16"):
+        resolve(config, scaled, device)
 
 
 @pytest.mark.parametrize("updates", range(12))

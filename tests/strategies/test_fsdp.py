@@ -469,8 +469,14 @@ def test_statistics_of_normalisation_are_those_of_rank_0(workers2: WorkerGroup) 
     assert "model.norm.running_mean" not in second, "offered once"
 
 
-def interrupted(*, in_backward: bool) -> None:
+def interrupted(*, in_backward: bool, in_thread: bool = False) -> None:
     """In a worker: errors within the second block, reading all weights after each, and training on."""
+
+    def attempt(window: Any) -> None:
+        if in_thread:  # which has ended when the weights are read
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(train, strategy, called, optim, [window]).result()
+        train(strategy, called, optim, [window])
 
     def fail(module: nn.Module, args: Any, output: Tensor) -> None:
         if not in_backward:
@@ -490,7 +496,7 @@ def interrupted(*, in_backward: bool) -> None:
         for tried in (window[1:], window):
             before, handle = whole(strategy), strategy.module.blocks[1].linear.register_forward_hook(fail)
             with pytest.raises(ZeroDivisionError):
-                train(strategy, called, optim, [tried])
+                attempt(tried)
             handle.remove()
             optim.zero_grad()
             for key, value in whole(strategy).items():
@@ -550,9 +556,15 @@ def test_an_error_in_backward_that_torch_cannot_go_on_after(workers2: WorkerGrou
     workers2.run(interrupted_before_torch_could_go_on)
 
 
-@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
-def test_an_error_within_an_update_leaves_nothing_behind(workers2: WorkerGroup, in_backward: bool) -> None:
-    workers2.run(interrupted, in_backward=in_backward)
+@pytest.mark.parametrize(
+    "in_backward, in_thread",
+    [(False, False), (True, False), (True, True)],
+    ids=["forward", "backward", "a thread that has ended"],
+)
+def test_an_error_within_an_update_leaves_nothing_behind(
+    workers2: WorkerGroup, in_backward: bool, in_thread: bool
+) -> None:
+    workers2.run(interrupted, in_backward=in_backward, in_thread=in_thread)
 
 
 def messages(**options: Any) -> list[int]:
