@@ -817,7 +817,9 @@ def test_a_loss_scale_of_the_wrapper_is_not_dropped(monkeypatch: pytest.MonkeyPa
     for optim in (chosen, scaled):
         optim.attach(device, nullcontext)
     assert resolve(config, chosen, device).dtype is torch.bfloat16
-    with pytest.raises(ConfigError, match=r"bf16\.enabled: True disagrees with optim_wrapper, which asks for torch\.float16"):
+    with pytest.raises(
+        ConfigError, match=r"bf16\.enabled: True disagrees with optim_wrapper, which asks for torch\.float16"
+    ):
         resolve(config, scaled, device)
 
 
