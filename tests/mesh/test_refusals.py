@@ -231,3 +231,15 @@ def test_causal_masks_of_transformers_are_known() -> None:
         return key <= query
 
     assert rule_of(causal, None) == CAUSAL
+
+
+def test_padding_of_a_transformers_model_is_not_that_of_attention_beside_it() -> None:
+    masks: list[Any] = []
+    attention = object.__new__(SequenceAttention)
+    attention._masks, attention.is_local = {}, False
+    attention._attend = lambda query, key, value, mask, *_: (masks.append(mask), query)[1]  # type: ignore[method-assign,func-returns-value]
+    attention.add_to_masks(keys=torch.tensor([[True, True, False]]))  # of the batch before
+    x = torch.ones(1, 2, 3, 8)
+    with Interception(attention):
+        torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    assert [mask.by_rule for mask in masks] == [True]

@@ -334,7 +334,7 @@ class Interception(TorchFunctionMode):
             raise StrategyError(
                 f"{_NAME}: queries of shape {tuple(query.shape)}, cp needs (samples, heads, positions, width)"
             )
-        mask = self._attention.mask(CAUSAL if given["is_causal"] else FULL)
+        mask = Mask(CAUSAL if given["is_causal"] else FULL)  # what a batch adds is for a transformers model only
         query, key, value = tensors
         found = self._attention(query, key, value, mask, given["scale"], given["dropout_p"], _NAME)
         return found.squeeze(1) if given["query"].ndim == 3 else found
