@@ -67,7 +67,8 @@ def bf16(**options: Any) -> AmpOptimWrapper:
 def test_conformance(workers2: WorkerGroup, stage: int) -> None:
     report = check_strategy(zero(stage), workers=workers2)
     refused = {result.name for result in report.results if result.status == "refused"}
-    assert refused == {"clipping_by_value", "overflow"}  # DeepSpeed has no such clipping, and no float16 on the CPU
+    # DeepSpeed has no such clipping, no float16 on the CPU, and from stage 1 on no parameters that AdamW leaves alone.
+    assert refused == {"clipping_by_value", "overflow"} | ({"unused"} if stage else set())
 
 
 def train_both(stage: int, model: type[SmallModel], spec: dict[str, Any]) -> dict[str, float]:
