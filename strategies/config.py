@@ -88,6 +88,7 @@ def function_of(
 
 
 _FIRST = ("module",)
+_RECOMPUTE = "strategy.activation_checkpointing"
 _OF_THE_RUNNER = {
     "work_dir": "give work_dir",
     "experiment_name": "give experiment_name",
@@ -98,23 +99,42 @@ _OF_THE_RUNNER = {
 """Arguments of MMEngine's strategies that are the runner's here."""
 
 
+POLICIES = ("attention", "matmuls")
+"""The policies of ``activation_checkpointing`` that have a name."""
+
+
 class ActivationCheckpointing(Config):
-    """The submodules to recompute in backward."""
+    """The submodules to recompute in backward; without ``check_fn`` and ``classes`` the model's repeated blocks."""
 
     check_fn: Callable[[nn.Module], bool] | None = None
     """Returns whether to recompute a submodule; a function, its name in FUNCTIONS, or ``dict(type=..., **arguments)``."""
     classes: list[str] | None = None
     """Names of the classes to recompute; instead of check_fn."""
+    policy: Literal["attention", "matmuls"] | Callable[[Any], bool] | None = None
+    """Operations whose results are kept and not recomputed: "attention" (every attention kernel), "matmuls" (these, products of
+    matrices and convolutions), or a function, given as check_fn is, that gets the operator (``torch.ops.aten.mm.default``) and
+    returns True to keep. What draws random numbers is always recomputed. None: all is recomputed."""
+    every: int = pydantic.Field(1, ge=1)
+    """Recompute the first of each so many chosen submodules, in their order; 1: all of them."""
 
     @pydantic.field_validator("check_fn", mode="before")
     @classmethod
     def _by_name(cls, given: Any) -> Any:
-        return None if given is None else function_of(given, "strategy.activation_checkpointing.check_fn", _FIRST)
+        return None if given is None else function_of(given, f"{_RECOMPUTE}.check_fn", _FIRST)
+
+    @pydantic.field_validator("policy", mode="before")
+    @classmethod
+    def _kept(cls, given: Any) -> Any:
+        if given == "model":
+            raise ConfigError(f'{_RECOMPUTE}.policy: "model" is no policy, give activation_checkpointing="model" alone')
+        if given is None or given in POLICIES:
+            return given
+        return function_of(given, f"{_RECOMPUTE}.policy", ("operation",), dict.fromkeys(POLICIES))
 
     @pydantic.model_validator(mode="after")
     def _one_way(self) -> ActivationCheckpointing:
-        if (self.check_fn is None) == (self.classes is None):
-            raise ConfigError("strategy.activation_checkpointing.check_fn: give either check_fn or classes")
+        if self.check_fn is not None and self.classes is not None:
+            raise ConfigError(f"{_RECOMPUTE}.check_fn: give either check_fn or classes")
         return self
 
 
@@ -131,9 +151,9 @@ class StrategyConfig(Config):
     timeout_s: float | int = pydantic.Field(1800.0, gt=0)
     """Seconds after which waiting for other processes fails."""
     activation_checkpointing: ActivationCheckpointing | Literal["model"] | None = None
-    """Recompute activations in backward: ``dict(classes=["Block"])`` or ``dict(check_fn=...)``; "model": what the model's own switch
-    chooses, such as ``gradient_checkpointing_enable`` of transformers. A model of transformers then trains without a cache of keys
-    and values."""
+    """Recompute activations in backward: ``dict(classes=["Block"])`` or ``dict(check_fn=...)``; "attention" or "matmuls": the model's
+    repeated blocks, but for such operations, ``dict(policy=...)``; "model": what the model's own switch chooses, such as
+    ``gradient_checkpointing_enable`` of transformers. A model of transformers then trains without a cache of keys and values."""
     compile: bool | dict[str, Any] = False
     """True, or arguments of ``torch.compile``."""
     exclude_frozen_parameters: bool | None = None
@@ -152,6 +172,11 @@ class StrategyConfig(Config):
             if isinstance(given, dict) and key in given:
                 raise ConfigError(f"strategy.{key}: belongs to the runner, {instead} there")
         return given
+
+    @pydantic.field_validator("activation_checkpointing", mode="before")
+    @classmethod
+    def _policy_alone(cls, given: Any) -> Any:
+        return {"policy": given} if given in POLICIES else given
 
     @pydantic.field_validator("compile")
     @classmethod

@@ -20,20 +20,28 @@ from .config import ActivationCheckpointing
 _LISTED = 12  # so many classes of a model are listed in a message
 
 
-def checkpoint_activations(module: nn.Module, check_fn: Callable[[nn.Module], bool]) -> list[str]:
+def checkpoint_activations(
+    module: nn.Module, check_fn: Callable[[nn.Module], bool], every: int = 1, **options: Any
+) -> list[str]:
     """Apply activation checkpointing to the outermost submodules that ``check_fn`` accepts; return their names.
 
     It replaces the submodule's ``forward`` instead of wrapping the submodule, so that no name changes.
 
+    Args:
+        every: the first of each so many accepted submodules is taken.
+        options: of ``torch.utils.checkpoint.checkpoint``.
+
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
     """
-    chosen: list[str] = []
+    chosen: dict[str, nn.Module] = {}
     for name, submodule in module.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in chosen)
         if name and not inside and check_fn(submodule):
-            submodule.forward = functools.partial(checkpoint, submodule.forward, use_reentrant=False)
-            chosen.append(name)
-    return chosen
+            chosen[name] = submodule
+    names = [*chosen][::every]
+    for submodule in map(chosen.__getitem__, names):
+        submodule.forward = functools.partial(checkpoint, submodule.forward, use_reentrant=False, **options)
+    return names
 
 
 def module_filter(
@@ -82,14 +90,27 @@ def recompute(model: nn.Module, how: ActivationCheckpointing | Literal["model"],
     if how == "model":
         _by_own_switch(model)
     else:
-        chooser = how.check_fn or how.classes or ()
-        if not checkpoint_activations(model, module_filter(chooser, model, f"{_WHERE}.classes")):
+        options: dict[str, Any] = {}
+        if how.policy is not None:
+            from .selective import contexts_for  # what most runs do without
+
+            options["context_fn"] = contexts_for(how.policy)
+        if not checkpoint_activations(model, _chooser(how, model), how.every, **options):
             raise ConfigError(f"{_WHERE}.check_fn: accepts no submodule of the model")
     if trains and (names := train_without_cache(model)):
         _logger.info(
             f"{_WHERE}: {' and '.join(names)} trains with use_cache=False, because layers that are computed again would add to the "
             "cache of keys and values a second time"
         )
+
+
+def _chooser(how: ActivationCheckpointing, model: nn.Module) -> Callable[[nn.Module], bool]:
+    if how.check_fn is not None or how.classes is not None:
+        return module_filter(how.check_fn or how.classes or (), model, f"{_WHERE}.classes")
+    blocks = set(repeated_blocks(model))
+    if not blocks:
+        raise ConfigError(f"{_WHERE}.classes: missing, {type(model).__name__} has no repeated blocks to take without")
+    return blocks.__contains__
 
 
 def _by_own_switch(model: nn.Module) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import TypeVar, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import xxhash
@@ -44,6 +44,18 @@ QUANTISERS = ("bitsandbytes", "torchao")
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype without torch's prefix, such as "float32"."""
     return str(dtype).removeprefix("torch.")
+
+
+def parts_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors with memory that a tensor consists of; those inside of it, if it is a wrapper such as a DTensor."""
+    if not isinstance(value, Tensor) or value.is_meta:
+        return
+    flatten = getattr(value, "__tensor_flatten__", None)
+    if flatten is None:
+        yield value
+        return
+    for name in flatten()[0]:
+        yield from parts_of(getattr(value, name))
 
 
 def is_quantised(value: Tensor) -> bool:

@@ -118,6 +118,28 @@ def is_mutable(operation: Any) -> bool:
     return bool(operation._schema.is_mutable)
 
 
+def is_functional(operation: Any) -> bool:
+    """Whether an operation makes new tensors: it changes no argument, and no result is a view of one. 2.6, 2.15."""
+    schema = getattr(operation, "_schema", None)  # a higher-order operator has none, and is functional
+    return schema is None or not (schema.is_mutable or any(result.alias_info is not None for result in schema.returns))
+
+
+def changed_by(operation: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that a call of an operation changes in place. 2.6, 2.15."""
+    schema = getattr(operation, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = arguments_of(operation, args, kwargs)
+    names = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    return [leaf for leaf in tree_flatten([given.get(name) for name in names])[0] if isinstance(leaf, Tensor)]
+
+
+def same_below_autograd(tensor: Tensor) -> Tensor:
+    """In a TorchDispatchMode: the same values without a graph, which count changes together with ``tensor``. 2.6, 2.15."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 def wrapper_subclass(cls: type[Tensor], shape: Iterable[int], like: Tensor) -> Any:
     """A tensor of class ``cls`` without memory of its own. 2.6, 2.15."""
     return Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=like.dtype, device=like.device)
@@ -430,6 +452,12 @@ def repeating_in(
         yield
     finally:
         defaults["context_fn"] = before
+
+
+def contexts_of_repetition() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None:
+    """New contexts of forward and its repetition, inside of ``repeating_in``; None outside. 2.6, 2.15."""
+    given = cast(Any, inspect.unwrap(torch.utils.checkpoint.checkpoint)).__kwdefaults__["context_fn"]
+    return None if given is torch.utils.checkpoint.noop_context_fn else given()
 
 
 class GroupedGradScaler(GradScaler):

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 
-from ..core.base.tensors import dtype_name
+from ..core.base.tensors import dtype_name, parts_of
 from ..core.torch_compat.torch_private import TorchDispatchMode, apart, tree_flatten
 from .plan import MOMENTS, Kind, Moment, Phase, Traffic, Work
 from .rehearsing_private import collective_of, finding_shapes_in, in_backward, only_waits
@@ -167,18 +167,6 @@ def _later(moment: Moment, each: _Memory, times: int) -> Moment:
 
 _UNSETTLED: tuple[Kind, ...] = ("activations", "temporary")
 """Kinds of memory of which nobody has said what it is."""
-
-
-def parts_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors with memory that a tensor consists of; those inside of it, if it is a wrapper such as a DTensor."""
-    if not isinstance(value, Tensor) or value.is_meta:
-        return
-    flatten = getattr(value, "__tensor_flatten__", None)
-    if flatten is None:
-        yield value
-        return
-    for name in flatten()[0]:
-        yield from parts_of(getattr(value, name))
 
 
 @dataclass(eq=False)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..core.base.errors import ConfigError
+from ..core.base.tensors import parts_of
 from ..core.comm.topology import Topology
 from ..core.hugging_face.transformers_private import pretrained_models, taking_sequences_for_whole
 from ..core.model.base_model import overrides
@@ -39,7 +40,7 @@ from ..strategies.parts import note_initialised, pipeline_of, rehearsed
 from ..strategies.recomputation import repeated_blocks
 from ..verify.parity import without_workers
 from .checkpoint import Share, share_of
-from .ledger import EXECUTED, REPEATED, Books, Ledger, Network, are_alike, parts_of, reckoned
+from .ledger import EXECUTED, REPEATED, Books, Ledger, Network, are_alike, reckoned
 from .plan import PipelineOrder, PlannedJob, RankPlan, Recipe
 from .rehearsing import WithoutValues
 

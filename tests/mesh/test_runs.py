@@ -37,6 +37,7 @@ NOT_VALIDATED: dict[str, Any] = dict.fromkeys(("val_dataloader", "val_cfg", "val
 FEATURES: dict[str, dict[str, Any]] = {
     "average": dict(custom_hooks=[dict(type="EMAHook", momentum=0.1)]),
     "recomputing": dict(more=dict(activation_checkpointing=dict(classes=["PlainBlock"]))),
+    "recomputing some": dict(more=dict(activation_checkpointing="matmuls")),
     "compiled": dict(more=dict(wrap="blocks"), compile=dict(backend="eager")),
     "values": dict(optim_wrapper=optim(clip_grad=dict(type="value", clip_value=0.001))),
     "units": dict(more=dict(wrap="blocks")),

@@ -73,6 +73,23 @@ def test_ddp_with_options(workers2: WorkerGroup, strategy: Any) -> None:
     assert check_strategy(strategy, workers=workers2, only=["gradients", "accumulation", "resume_itself"]).passed
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        dict(type="FSDPStrategy", wrap=["Block"]),
+        pytest.param(dict(type="DDPStrategy"), marks=pytest.mark.full),
+        pytest.param(dict(type="zero3"), marks=pytest.mark.full),
+        pytest.param(dict(type="zero1"), marks=pytest.mark.full),
+    ],
+    ids=["fsdp", "ddp", "zero3", "zero1"],
+)
+def test_recomputation_that_keeps_products(workers2: WorkerGroup, strategy: dict[str, Any]) -> None:
+    if strategy["type"].startswith("zero"):
+        pytest.importorskip("deepspeed")
+    recomputes = strategy | dict(activation_checkpointing=dict(classes=["Block"], policy="matmuls"))
+    assert check_strategy(recomputes, workers=workers2, only=["gradients", "accumulation", "resume_itself"]).passed
+
+
 def test_ddp_that_finds_what_is_unused(workers2: WorkerGroup) -> None:
     report = check_strategy(dict(type="DDPStrategy", find_unused_parameters=True), workers=workers2, only=["unused"])
     assert [result.status for result in report.results] == ["passed"]

@@ -128,7 +128,10 @@ def test_an_absent_device_raises(kind: str) -> None:
         (dict(timeout_s=0), "strategy.timeout_s: 0 is not allowed, "),
         (dict(compile="yes"), 'strategy.compile: "yes" is not allowed, give True or False or a dict'),
         (dict(compile=dict(mod="reduce-overhead")), 'strategy.compile.mod: unknown key, did you mean "mode"?'),
-        (dict(activation_checkpointing=dict()), "strategy.activation_checkpointing.check_fn: give either check_fn or classes"),
+        (dict(activation_checkpointing="attn"), 'strategy.activation_checkpointing: "attn" is not allowed, '),
+        (dict(activation_checkpointing=dict(policy="matmul")), 'strategy.activation_checkpointing.policy: "matmul" is no known function, did you mean "matmuls"?'),
+        (dict(activation_checkpointing=dict(policy="model")), 'strategy.activation_checkpointing.policy: "model" is no policy, give activation_checkpointing="model" alone'),
+        (dict(activation_checkpointing=dict(every=0)), "strategy.activation_checkpointing.every: 0 is not allowed, "),
         (dict(activation_checkpointing=dict(clases=["A"])), 'strategy.activation_checkpointing.clases: unknown key, did you mean "classes"?'),
         (dict(activation_checkpointing=dict(classes=["A"], check_fn=callable)), "strategy.activation_checkpointing.check_fn: give either"),
         (dict(static_graph=True), "strategy.static_graph: unknown key"),
@@ -149,6 +152,7 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
         (dict(launcher="pytorch"), None, LaunchError, "launcher: environment variable RANK is not set"),
         (dict(activation_checkpointing=dict(classes=["Liner"])), "cpu", ConfigError, 'strategy.activation_checkpointing.classes: no submodule is a "Liner", did you mean "Linear"?'),
         (dict(activation_checkpointing=dict(check_fn=lambda m: False)), "cpu", ConfigError, "strategy.activation_checkpointing.check_fn: accepts no submodule"),
+        (dict(activation_checkpointing="matmuls"), "cpu", ConfigError, "strategy.activation_checkpointing.classes: missing, Net has no repeated blocks"),
     ],
 )  # fmt: skip
 def test_what_setup_finds_out(options: dict[str, Any], device: str | None, error: type, message: str) -> None:

@@ -1,0 +1,201 @@
+"""Recomputation that keeps some results: equal losses and gradients, and no more computed again than is said."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flextrain import SingleDeviceStrategy, StrategyError
+from flextrain.strategies.selective import keeps_attention, keeps_matmuls
+
+SIZE = 32
+
+
+class Layer(nn.Module):
+    """A decoder layer; ``change`` changes the results of its products in place."""
+
+    def __init__(self, dropout: float = 0.0, change: bool = False) -> None:
+        super().__init__()
+        self.mixed, self.out = nn.Linear(SIZE, 3 * SIZE), nn.Linear(SIZE, SIZE)
+        self.wide, self.narrow = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
+        self.dropout, self.change = dropout, change
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        count, length, _ = x.shape
+        heads = [part.view(count, length, 4, -1).transpose(1, 2) for part in self.mixed(x).chunk(3, -1)]
+        rate = self.dropout if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(*heads, dropout_p=rate, is_causal=True)
+        x = x + scale * functional.dropout(self.out(mixed.transpose(1, 2).flatten(2)), rate)
+        hidden = self.wide(x)
+        if self.change:
+            hidden.add_(1.0)
+            hidden.relu_()
+        found: Tensor = self.narrow(functional.gelu(hidden))
+        return found.add_(x) if self.change else found + x
+
+
+class Layers(nn.Module):
+    def __init__(self, frozen: int = 0, twice: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(**options) for _ in range(4))
+        for layer in self.layers[:frozen]:
+            layer.requires_grad_(False)
+        self.twice = twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, *self.layers[: int(self.twice)]):
+            x = layer(x, scale=0.5)
+            if self.layers[0].change:
+                x += 1.0
+        return x.square().mean()
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def prepared(model: nn.Module, how: Any, **options: Any) -> nn.Module:
+    strategy = SingleDeviceStrategy(device="cpu", activation_checkpointing=how, **options)
+    return strategy.setup(copy.deepcopy(model))[0]
+
+
+def gradients(model: nn.Module, seed: int = 1) -> list[Tensor]:
+    torch.manual_seed(seed)
+    x = torch.randn(2, 8, SIZE, requires_grad=True)
+    model.zero_grad()
+    loss = model(x)
+    loss.backward()
+    return [loss.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]  # type: ignore[list-item]
+
+
+def same(model: nn.Module, how: Any, **options: Any) -> None:
+    expected = gradients(prepared(model, None, **options))
+    torch._dynamo.reset()
+    found = prepared(model, how, **options)
+    for _ in range(2):
+        torch.testing.assert_close(gradients(found), expected, rtol=0, atol=0)
+    torch._dynamo.reset()
+
+
+def products(operation: Any) -> bool:
+    return "mm" in operation.name()
+
+
+HOW = ["attention", "matmuls", dict(every=2), dict(policy="matmuls", every=3), dict(policy=products)]
+
+
+@pytest.mark.parametrize(
+    "how", [*HOW, dict(policy=lambda operation: True), dict(policy="attention", classes=["Linear"])], ids=str
+)
+@pytest.mark.parametrize(
+    "model", [{}, dict(dropout=0.3, twice=True), dict(change=True), dict(frozen=2, change=True)], ids=str
+)
+def test_losses_and_gradients_are_those_without(how: Any, model: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    same(Layers(**model), how)
+
+
+@pytest.mark.processes  # torch 2.6 starts the compiler for it
+@pytest.mark.parametrize("model", [{}, dict(dropout=0.3)], ids=str)
+def test_compiled(model: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    same(Layers(**model), "matmuls", compile=dict(backend="aot_eager"))
+
+
+@pytest.mark.parametrize(
+    ("how", "products", "attention"),
+    [(None, 16, 4), (dict(), 28, 8), ("attention", 28, 4), ("matmuls", 16, 4), (dict(every=2), 22, 6), (dict(policy=products), 16, 8)],
+    ids=str,
+)  # fmt: skip
+def test_what_is_kept_is_not_computed_again(how: Any, products: int, attention: int) -> None:
+    """Forward has 4 products and one attention in each of 4 layers; torch stops before what nobody needs."""
+    model = prepared(Layers(), how)
+    with Counting() as counting:
+        gradients(model)
+    found = counting.calls["aten::_scaled_dot_product_flash_attention_for_cpu"]
+    again = counting.calls["aten::addmm"]
+    assert (again, found) == (products, attention)
+
+
+def test_attention_that_draws_is_computed_again() -> None:
+    """Otherwise the dropout after it would draw other numbers than in forward."""
+
+    class Draws(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.dropout(torch.ops.aten.native_dropout(x, 0.5, True)[0].sigmoid(), 0.5).sigmoid()
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(SIZE, SIZE), Draws()) for _ in range(2)))
+    plain, kept = (
+        prepared(model, None),
+        prepared(model, dict(classes=["Sequential"], policy=lambda operation: "dropout" in operation.name())),
+    )
+    found = []
+    for one in (plain, kept):
+        torch.manual_seed(3)
+        one(torch.ones(4, SIZE)).sum().backward()
+        found.append([p.grad for p in one.parameters()])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("change", [False, True])
+def test_backward_twice_and_forward_without_gradients(change: bool) -> None:
+    torch.manual_seed(0)
+    model = prepared(Layers(change=change), "matmuls")
+    once = gradients(model)
+    torch.manual_seed(1)
+    x = torch.randn(2, 8, SIZE, requires_grad=True)
+    model.zero_grad()
+    loss = model(x)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    torch.testing.assert_close([x.grad, *(p.grad for p in model.parameters())], [2 * one for one in once[1:]])
+    model.eval()
+    with torch.no_grad():
+        assert model(x) == loss
+    assert torch.equal(gradients(model)[1], once[1])
+
+
+def test_what_is_changed_outside_is_an_error() -> None:
+    class Leaks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(SIZE, SIZE)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = self.inner(x)
+            return hidden, (hidden + x).sigmoid()
+
+    model = prepared(nn.Sequential(Leaks()), dict(classes=["Leaks"], policy="matmuls"))
+    hidden, found = model(torch.ones(4, SIZE))
+    hidden.detach().add_(1.0)
+    with pytest.raises(
+        StrategyError, match="result of aten.addmm.default, which it keeps, was changed in place outside"
+    ):
+        found.sum().backward()
+
+
+def test_names_of_operations() -> None:
+    aten = torch.ops.aten
+    attention = [aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
+                 aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
+                 torch.ops.higher_order.flex_attention]  # fmt: skip
+    assert all(keeps_attention(one) and keeps_matmuls(one) for one in attention)
+    assert not keeps_attention(torch.ops.higher_order.flex_attention_backward)
+    assert not keeps_attention(aten._scaled_dot_product_flash_attention_backward.default)
+    multiply = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
+                aten.convolution.default, aten._grouped_mm.default]  # fmt: skip
+    assert all(keeps_matmuls(one) and not keeps_attention(one) for one in multiply)
+    assert not any(map(keeps_matmuls, (aten.convolution_backward.default, aten.add.Tensor)))
