@@ -355,7 +355,7 @@ class Strategy:
         blueprint = noted.blueprint = Blueprint(model, shaped)
         as_made = ParametersAsMade(model, shaped)
         if self.config.activation_checkpointing is not None:
-            recompute(model, self.config.activation_checkpointing, trains=optim is not None)
+            recompute(model, self.config.activation_checkpointing, trains=optim is not None, device=self.device)
         self._place(model)
         noted.names = Names(model)
         self._module = model

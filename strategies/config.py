@@ -115,7 +115,11 @@ class ActivationCheckpointing(Config):
     matrices and convolutions), or a function, given as check_fn is, that gets the operator (``torch.ops.aten.mm.default``) and
     returns True to keep. What draws random numbers is always recomputed. None: all is recomputed."""
     every: int = pydantic.Field(1, ge=1)
-    """Recompute the first of each so many chosen submodules, in their order; 1: all of them."""
+    """Take the first of each so many chosen submodules, in their order; 1: all of them."""
+    offload: bool = False
+    """Let what these submodules keep for backward wait in the host's memory, but for parameters, buffers, and less than 1 MiB."""
+    recompute: bool = True
+    """False: with ``offload``, recompute nothing, but offload all that is saved."""
 
     @pydantic.field_validator("check_fn", mode="before")
     @classmethod
@@ -135,6 +139,9 @@ class ActivationCheckpointing(Config):
     def _one_way(self) -> ActivationCheckpointing:
         if self.check_fn is not None and self.classes is not None:
             raise ConfigError(f"{_RECOMPUTE}.check_fn: give either check_fn or classes")
+        if not self.recompute and (not self.offload or self.policy is not None):
+            given = "a policy" if self.offload else "offload=False"
+            raise ConfigError(f"{_RECOMPUTE}.recompute: False is not allowed with {given}, there is nothing to do")
         return self
 
 
@@ -177,6 +184,17 @@ class StrategyConfig(Config):
     @classmethod
     def _policy_alone(cls, given: Any) -> Any:
         return {"policy": given} if given in POLICIES else given
+
+    @pydantic.model_validator(mode="after")
+    def _no_graphs_of_copies(self) -> StrategyConfig:
+        mode = self.compile.get("mode") if isinstance(self.compile, dict) else None
+        how = self.activation_checkpointing
+        if mode in ("reduce-overhead", "max-autotune") and isinstance(how, ActivationCheckpointing) and how.offload:
+            raise ConfigError(
+                f'{_RECOMPUTE}.offload: True is not allowed with compile mode "{mode}", whose CUDA graphs cannot hold copies to the '
+                'host; give mode="default" or "max-autotune-no-cudagraphs"'
+            )
+        return self
 
     @pydantic.field_validator("compile")
     @classmethod

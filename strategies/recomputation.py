@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +22,11 @@ _LISTED = 12  # so many classes of a model are listed in a message
 
 
 def checkpoint_activations(
-    module: nn.Module, check_fn: Callable[[nn.Module], bool], every: int = 1, **options: Any
+    module: nn.Module,
+    check_fn: Callable[[nn.Module], bool],
+    every: int = 1,
+    around: Callable[[Callable[..., Any], nn.Module], Callable[..., Any]] | None = None,
+    **options: Any,
 ) -> list[str]:
     """Apply activation checkpointing to the outermost submodules that ``check_fn`` accepts; return their names.
 
@@ -29,6 +34,7 @@ def checkpoint_activations(
 
     Args:
         every: the first of each so many accepted submodules is taken.
+        around: returns the new forward of a submodule, from the old one; None: ``torch.utils.checkpoint.checkpoint`` of it.
         options: of ``torch.utils.checkpoint.checkpoint``.
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
@@ -40,7 +46,12 @@ def checkpoint_activations(
             chosen[name] = submodule
     names = [*chosen][::every]
     for submodule in map(chosen.__getitem__, names):
-        submodule.forward = functools.partial(checkpoint, submodule.forward, use_reentrant=False, **options)
+        forward = submodule.forward
+        submodule.forward = (
+            functools.partial(checkpoint, forward, use_reentrant=False, **options)
+            if around is None
+            else around(forward, submodule)
+        )
     return names
 
 
@@ -76,12 +87,15 @@ _SWITCHES = ("activation_checkpointing_enable", "gradient_checkpointing_enable",
 """Of transformers from 5.2x on, of transformers and diffusers before, and of timm."""
 
 
-def recompute(model: nn.Module, how: ActivationCheckpointing | Literal["model"], *, trains: bool) -> None:
+def recompute(
+    model: nn.Module, how: ActivationCheckpointing | Literal["model"], *, trains: bool, device: torch.device
+) -> None:
     """Let backward compute activations again, in place.
 
     Args:
         model: before it is wrapped.
         how: the option of the strategy.
+        device: where the model computes.
         trains: whether the model is trained; a model of transformers then has no cache of keys and values.
 
     Raises:
@@ -91,17 +105,34 @@ def recompute(model: nn.Module, how: ActivationCheckpointing | Literal["model"],
         _by_own_switch(model)
     else:
         options: dict[str, Any] = {}
-        if how.policy is not None:
-            from .selective import contexts_for  # what most runs do without
+        pack = around = None
+        # What most runs do without is imported where it is needed.
+        if how.offload:
+            from .offloading import Offloading
 
-            options["context_fn"] = contexts_for(how.policy)
-        if not checkpoint_activations(model, _chooser(how, model), how.every, **options):
+            offloading = Offloading(device)
+            pack = offloading.pack
+        if how.policy is not None:
+            from .selective import contexts_for
+
+            options["context_fn"] = contexts_for(how.policy, pack)
+        if how.offload:
+            run = functools.partial(checkpoint, use_reentrant=False, **options) if how.recompute else _called
+
+            def around(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+                return functools.partial(offloading.call, forward, module, run)
+
+        if not checkpoint_activations(model, _chooser(how, model), how.every, around, **options):
             raise ConfigError(f"{_WHERE}.check_fn: accepts no submodule of the model")
     if trains and (names := train_without_cache(model)):
         _logger.info(
             f"{_WHERE}: {' and '.join(names)} trains with use_cache=False, because layers that are computed again would add to the "
             "cache of keys and values a second time"
         )
+
+
+def _called(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def _chooser(how: ActivationCheckpointing, model: nn.Module) -> Callable[[nn.Module], bool]:

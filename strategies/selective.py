@@ -24,7 +24,7 @@ from ..core.torch_compat.torch_private import (
     same_below_autograd,
     storage_key,
     tree_flatten,
-    tree_map_only,
+    tree_unflatten,
     version_of,
 )
 
@@ -48,7 +48,9 @@ def keeps_matmuls(operation: Any) -> bool:
 _KEEPS: dict[str, Callable[[Any], bool]] = {"attention": keeps_attention, "matmuls": keeps_matmuls}
 
 
-def contexts_for(policy: str | Callable[[Any], bool]) -> Callable[[], tuple[Any, Any]]:
+def contexts_for(
+    policy: str | Callable[[Any], bool], pack: Callable[[Tensor], Any] | None = None
+) -> Callable[[], tuple[Any, Any]]:
     """Return the ``context_fn`` of ``torch.utils.checkpoint.checkpoint`` that keeps results by a policy.
 
     Results that views or changes of other tensors are, and those of operations that draw random numbers, are never kept: what is
@@ -56,12 +58,13 @@ def contexts_for(policy: str | Callable[[Any], bool]) -> Callable[[], tuple[Any,
 
     Args:
         policy: "attention", "matmuls", or a function that gets the operator and returns True to keep its results.
+        pack: returns what stands for a result until it is needed, an object with ``unpack`` and ``settle``; None: the tensor itself.
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
     """
     keeps = _KEEPS[policy] if isinstance(policy, str) else policy
     # torch.compile takes a partial of functions, and nothing with a state.
-    return functools.partial(_contexts, functools.cache(functools.partial(_may_keep, keeps)))
+    return functools.partial(_contexts, functools.cache(functools.partial(_may_keep, keeps)), pack)
 
 
 def _may_keep(keeps: Callable[[Any], bool], operation: Any) -> bool:
@@ -84,12 +87,12 @@ def _policy(may_keep: Callable[[Any], bool], context: Any, operation: Any, *args
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _contexts(may_keep: Callable[[Any], bool]) -> tuple[Any, Any]:
+def _contexts(may_keep: Callable[[Any], bool], pack: Callable[[Tensor], Any] | None) -> tuple[Any, Any]:
     """The contexts of forward and of its repetition."""
     if torch.compiler.is_compiling() or get_proxy_mode() is not None:
         compiled: tuple[Any, Any] = create_selective_checkpoint_contexts(functools.partial(_policy, may_keep))  # type: ignore[no-untyped-call]
         return compiled
-    results = _Results(may_keep)
+    results = _Results(may_keep, pack)
     forward, repetition = _Keeping(results), _Repeating(results)
     others = contexts_of_repetition()
     return (forward, repetition) if others is None else (_both(others[0], forward), _both(others[1], repetition))
@@ -108,49 +111,59 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 class _Result:
     """A kept result of one operation."""
 
-    def __init__(self, operation: Any, value: Any) -> None:
-        self.operation = operation
-        self._value = tree_map_only(Tensor, same_below_autograd, value)
-        self._versions = [version_of(tensor) for tensor in self._tensors()]
+    def __init__(self, operation: Any, value: Any, pack: Callable[[Tensor], Any] | None) -> None:
+        self.operation, self._pack = operation, pack
+        leaves, self._structure = tree_flatten(value)
+        self._leaves = [same_below_autograd(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.storages = [storage_key(part) for tensor in self._tensors() for part in parts_of(tensor)]
+        if pack is not None:
+            self._leaves = [pack(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        self._versions = self._counted()
 
     def _tensors(self) -> list[Tensor]:
-        return [leaf for leaf in tree_flatten(self._value)[0] if isinstance(leaf, Tensor)]
+        return [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
 
-    def storages(self) -> list[int]:
-        """Keys of the memory that holds it."""
-        return [storage_key(part) for tensor in self._tensors() for part in parts_of(tensor)]
+    def _counted(self) -> list[int]:
+        return [version_of(tensor) for tensor in self._tensors()]
 
     def copy(self) -> None:
         """Copy it, before somebody changes it in place."""
-        self._value = tree_map_only(Tensor, torch.clone, self._value)
-        self._versions = [version_of(tensor) for tensor in self._tensors()]
+        self._leaves = [
+            leaf.clone() if isinstance(leaf, Tensor) else leaf.settle() if hasattr(leaf, "settle") else leaf
+            for leaf in self._leaves
+        ]
+        self.storages = [storage_key(part) for tensor in self._tensors() for part in parts_of(tensor)]
+        self._versions = self._counted()
 
     def value(self) -> Any:
         """The result, as the operation gave it."""
-        if self._versions != [version_of(tensor) for tensor in self._tensors()]:
+        if self._versions != self._counted():
             raise StrategyError(
                 f"strategy.activation_checkpointing.policy: the result of {self.operation}, which it keeps, was changed in place "
                 "outside of the module that is recomputed; change a copy, or give a policy without this operation"
             )
+        unpacked = [leaf.unpack() if hasattr(leaf, "unpack") else leaf for leaf in self._leaves]
         # Autograd gives what it gets a graph.
-        return tree_map_only(Tensor, same_below_autograd, self._value)
+        same = [same_below_autograd(leaf) if isinstance(leaf, Tensor) else leaf for leaf in unpacked]
+        return tree_unflatten(same, self._structure)
 
 
 class _Results:
     """The kept results of one call, in order."""
 
-    def __init__(self, may_keep: Callable[[Any], bool]) -> None:
-        self.may_keep = may_keep
+    def __init__(self, may_keep: Callable[[Any], bool], pack: Callable[[Tensor], Any] | None) -> None:
+        self.may_keep, self._pack = may_keep, pack
         self._results: list[_Result] = []
         self._of_storage: defaultdict[int, set[_Result]] = defaultdict(set)
 
-    def add(self, result: _Result) -> None:
+    def add(self, operation: Any, value: Any) -> None:
         """Add the next one."""
+        result = _Result(operation, value, self._pack)
         self._results.append(result)
         self._watch(result)
 
     def _watch(self, result: _Result) -> None:
-        for storage in result.storages():
+        for storage in result.storages:
             self._of_storage[storage].add(result)
 
     def before(self, operation: Any, args: Any, kwargs: Any) -> None:
@@ -184,7 +197,7 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._results.before(func, args, kwargs)
         value = func(*args, **kwargs)
         if _is_kept(self._results.may_keep, func, args, kwargs):
-            self._results.add(_Result(func, value))
+            self._results.add(func, value)
         return value
 
 

@@ -350,6 +350,7 @@ Tensor copy_from(const Tensor& src, const Tensor& dst, bool non_blocking) {
     report("copy to host");
     arrive();
   }
+  if (!src.is_privateuseone() && is_pinned(src)) arrive();  // the device makes its copies in order
   if (!src.is_privateuseone() && !non_blocking) report("blocking copy to device");
   auto d = cpu_view(dst);
   if (non_blocking && is_pinned(src) && stream_of[current]) {
