@@ -239,8 +239,8 @@ class Offloading:
             return _Stays(tensor)
         if hasattr(tensor, "__tensor_flatten__"):
             return _Wrapped(tensor, self.pack)
-        is_plain = tensor.device.type == self._device.type and tensor.layout is torch.strided
-        if not is_plain or tensor.untyped_storage().nbytes() < LEAST or storage_key(tensor) in self._call.own:
+        is_strided = tensor.device.type == self._device.type and tensor.layout is torch.strided
+        if not is_strided or tensor.untyped_storage().nbytes() < LEAST or storage_key(tensor) in self._call.own:
             return _Stays(tensor)
         with torch.no_grad():
             return _View(tensor, self._call.memory_of(tensor), self._call)
