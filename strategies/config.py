@@ -185,20 +185,15 @@ class StrategyConfig(Config):
     def _policy_alone(cls, given: Any) -> Any:
         return {"policy": given} if given in POLICIES else given
 
-    @pydantic.model_validator(mode="after")
-    def _no_graphs_of_copies(self) -> StrategyConfig:
-        mode = self.compile.get("mode") if isinstance(self.compile, dict) else None
-        how = self.activation_checkpointing
-        if mode in ("reduce-overhead", "max-autotune") and isinstance(how, ActivationCheckpointing) and how.offload:
-            raise ConfigError(
-                f'{_RECOMPUTE}.offload: True is not allowed with compile mode "{mode}", whose CUDA graphs cannot hold copies to the '
-                'host; give mode="default" or "max-autotune-no-cudagraphs"'
-            )
-        return self
-
     @pydantic.field_validator("compile")
     @classmethod
-    def _torch_knows(cls, options: bool | dict[str, Any]) -> bool | dict[str, Any]:
+    def _torch_knows(cls, options: bool | dict[str, Any], info: pydantic.ValidationInfo) -> bool | dict[str, Any]:
         if isinstance(options, dict):
             check_call(torch.compile, options, "strategy.compile", ("model",))
+            how, mode = info.data.get("activation_checkpointing"), options.get("mode")
+            if mode in ("reduce-overhead", "max-autotune") and getattr(how, "offload", False):
+                raise ConfigError(
+                    f'{_RECOMPUTE}.offload: True is not allowed with compile mode "{mode}", whose CUDA graphs cannot hold copies '
+                    'to the host; give mode="default" or "max-autotune-no-cudagraphs"'
+                )
         return options
