@@ -118,10 +118,10 @@ def test_a_command_that_does_not_end_is_ended(run: ModuleType, tmp_path: Path) -
 
 # Tests of which one does not end.
 TESTS = """
-import os, time, pytest
+import os, sys, time, pytest
 
 def test_passes():
-    print("a figure")
+    assert not {"", os.getcwd()} & set(sys.path)  # the folder flextrain there is a part of the package
 
 def test_fails():
     assert 1 + 1 == 3, "arithmetic"
@@ -152,12 +152,13 @@ sys.exit(run.main(["--steps", "odd", "next", "--report", *sys.argv[3:], "-p", "t
 def started(tmp_path: Path) -> Any:
     """``started(*arguments)`` begins run.py over ``TESTS``, and returns the process and its report."""
     (tmp_path / "test_odd.py").write_text(TESTS)
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
     begun: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> tuple[subprocess.Popen[str], Path]:
         report = tmp_path / "report.md"
         command = [sys.executable, "-c", DRIVER, str(SCRIPT.parent), str(tmp_path), str(report), *arguments]
-        environ = {**os.environ, "FLEXTRAIN_TEST_DEVICE": "cpu"}
+        environ = {**os.environ, "FLEXTRAIN_TEST_DEVICE": "cpu", "PYTHONPATH": str(tmp_path)}
         begun.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True))
         return begun[-1], report
 

@@ -66,6 +66,10 @@ print(json.dumps([f"{len(names)} x {names[0]}" if names else platform.machine(),
 KINDS = ("passed", "failed", "skipped")
 
 
+# "python -m pytest" would look here first, where the folder flextrain is a part of the package.
+PYTEST = "import sys; sys.path.remove(''); import pytest; sys.exit(pytest.main())"
+
+
 @dataclass
 class Step:
     """How a step goes; ``text`` is what its tests said, ``tests`` has outcome and seconds of each."""
@@ -205,7 +209,7 @@ def make(step: Step, report: Report, arguments: list[str], left_s: float) -> Non
     if not target.startswith("benchmarks/"):
         events = log.with_suffix(".events")
         os.environ["FLEXTRAIN_TEST_EVENTS"] = str(events)
-        command = [sys.executable, "-m", "pytest", target, "-q", "--tb=short", "-p", "no:cacheprovider", *arguments]
+        command = [sys.executable, "-c", PYTEST, target, "-q", "--tb=short", "-p", "no:cacheprovider", *arguments]
     else:
         tried = ["--rounds", "1", "--iterations", "3"] if os.environ["FLEXTRAIN_TEST_DEVICE"] == "cpu" else []
         command = [sys.executable, target, "--out", str(report.path.parent), *tried]

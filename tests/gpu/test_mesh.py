@@ -39,6 +39,10 @@ def test_stages_draw_for_themselves(team: Team) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_parity(team: Team, case: str) -> None:
     options, model = CASES[case]
+    if case == "tp of transformers' plan":
+        transformers = pytest.importorskip("transformers")
+        if not hasattr(transformers.PreTrainedModel, "_resolve_parallel_plans"):
+            pytest.skip("this transformers cannot say the plan of a model")
     team(2).run(compare, {**MESH, **options, **team(2).options}, model, RECIPES["accumulate-clip"])
 
 
