@@ -78,7 +78,8 @@ def started(
     strategy = make_strategy(spec)
     try:
         strategy.join()
-        strategy.example = partial(model_class.sample, strategy.topology.data.count, seed)  # as a runner gives one
+        if hasattr(model_class, "sample"):
+            strategy.example = partial(model_class.sample, strategy.topology.data.count, seed)  # as a runner gives one
         torch.manual_seed(seed + SEED_STEP * strategy.topology.data.index)
         model, built = strategy.setup(model_class(), optim)
         assert built is not None
