@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flextrain import ConfigError, SingleDeviceStrategy
 from flextrain.strategies import offloading
 
-from .test_selective import HOW, Layers, gradients, prepared, same
+from .test_selective import HOW, Layers, gradients, named, prepared, same
 
 ALONE = dict(offload=True, recompute=False)
 
@@ -40,10 +40,10 @@ def alive() -> list[Any]:
         dict(offload=True),
         *({"offload": True, **how} for how in [dict(policy="attention"), *HOW[1:]] if isinstance(how, dict)),
     ],
-    ids=str,
+    ids=named,
 )
 @pytest.mark.parametrize(
-    "model", [{}, dict(dropout=0.3, twice=True), dict(change=True), dict(frozen=2, change=True)], ids=str
+    "model", [{}, dict(dropout=0.3, twice=True), dict(change=True), dict(frozen=2, change=True)], ids=named
 )
 def test_losses_and_gradients_are_those_without(how: dict[str, Any], model: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def test_losses_and_gradients_are_those_without(how: dict[str, Any], model: dict
     assert not alive()
 
 
-@pytest.mark.parametrize("how", [ALONE, dict(offload=True), dict(offload=True, policy="matmuls")], ids=str)
+@pytest.mark.parametrize("how", [ALONE, dict(offload=True), dict(offload=True, policy="matmuls")], ids=named)
 def test_backward_twice_of_another_order_and_of_gradients(how: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model, plain = Layers(), Layers()
@@ -140,7 +140,7 @@ def test_what_leaves_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "compiled", [dict(backend="eager"), pytest.param(dict(backend="aot_eager"), marks=pytest.mark.processes)], ids=str
+    "compiled", [dict(backend="eager"), pytest.param(dict(backend="aot_eager"), marks=pytest.mark.processes)], ids=named
 )
 def test_compiled(compiled: dict[str, Any]) -> None:
     torch.manual_seed(0)

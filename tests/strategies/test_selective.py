@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from typing import Any
 
@@ -97,11 +98,16 @@ def products(operation: Any) -> bool:
 HOW = ["attention", "matmuls", dict(every=2), dict(policy="matmuls", every=3), dict(policy=products)]
 
 
+def named(value: object) -> str:
+    """A test's name that is the same in every process: without addresses of functions."""
+    return re.sub(r" at 0x\w+", "", str(value))
+
+
 @pytest.mark.parametrize(
-    "how", [*HOW, dict(policy=lambda operation: True), dict(policy="attention", classes=["Linear"])], ids=str
+    "how", [*HOW, dict(policy=lambda operation: True), dict(policy="attention", classes=["Linear"])], ids=named
 )
 @pytest.mark.parametrize(
-    "model", [{}, dict(dropout=0.3, twice=True), dict(change=True), dict(frozen=2, change=True)], ids=str
+    "model", [{}, dict(dropout=0.3, twice=True), dict(change=True), dict(frozen=2, change=True)], ids=named
 )
 def test_losses_and_gradients_are_those_without(how: Any, model: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -109,7 +115,7 @@ def test_losses_and_gradients_are_those_without(how: Any, model: dict[str, Any])
 
 
 @pytest.mark.processes  # torch 2.6 starts the compiler for it
-@pytest.mark.parametrize("model", [{}, dict(dropout=0.3)], ids=str)
+@pytest.mark.parametrize("model", [{}, dict(dropout=0.3)], ids=named)
 def test_compiled(model: dict[str, Any]) -> None:
     torch.manual_seed(0)
     same(Layers(**model), "matmuls", compile=dict(backend="aot_eager"))
@@ -118,7 +124,7 @@ def test_compiled(model: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("how", "products", "attention"),
     [(None, 16, 4), (dict(), 28, 8), ("attention", 28, 4), ("matmuls", 16, 4), (dict(every=2), 22, 6), (dict(policy=products), 16, 8)],
-    ids=str,
+    ids=named,
 )  # fmt: skip
 def test_what_is_kept_is_not_computed_again(how: Any, products: int, attention: int) -> None:
     """Forward has 4 products and one attention in each of 4 layers; torch stops before what nobody needs."""
