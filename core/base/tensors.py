@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
@@ -148,6 +149,35 @@ def of_bytes(tensor: Tensor, share: int | None = None) -> int:
 def of_name(name: str) -> int:
     """A hash of a name, the same on all processes."""
     return xxhash.xxh3_64_intdigest(name.encode())
+
+
+def of_leaves(value: Any, deepest: int = 8) -> list[int]:
+    """Hashes of the tensors, arrays, strings and numbers in a value, 63 bits each, the same on all processes.
+
+    Args:
+        value: containers, and objects with attributes, one in the other; what is none of these counts by its type.
+        deepest: how far they are looked into.
+    """
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        value = value.tolist()
+    if isinstance(value, Tensor):
+        facts = f"{value.dtype} {list(value.shape)}"
+        if type(value) is Tensor and value.layout is torch.strided and not is_quantised(value):
+            facts += f" {next(iter(fingerprints({'': value}).values()))}"
+    elif isinstance(value, np.ndarray):
+        facts = f"{value.dtype} {value.shape} {xxhash.xxh3_64_intdigest(np.ascontiguousarray(value).data)}"
+    elif isinstance(value, (str, bytes, int, float, complex, np.generic)):
+        facts = f"{type(value).__name__} {value!r}"
+    else:
+        parts: Any = ()
+        if deepest and isinstance(value, Mapping):
+            parts = [part for item in value.items() for part in item]
+        elif deepest and isinstance(value, (list, tuple)):
+            parts = value
+        elif deepest and not callable(value):
+            parts = getattr(value, "__dict__", {}).values()
+        return [of_name(type(value).__name__) >> 1, *(leaf for part in parts for leaf in of_leaves(part, deepest - 1))]
+    return [of_name(facts) >> 1]
 
 
 def of_bits(tensor: Tensor) -> Tensor:

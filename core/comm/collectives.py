@@ -292,6 +292,25 @@ def start_reduce(number: int, op: Literal["sum", "max", "min"], group: Any) -> C
     return wait
 
 
+def start_gather(number: int, group: Any) -> Callable[[], list[int]]:
+    """Start to gather a ``number`` of each process; return a function that waits for them and returns them by rank.
+
+    Args:
+        group: from ``side_group``.
+    """
+    if group is None:
+        return lambda: [number]
+    with with_values():
+        boxes = [torch.tensor(number, device="cpu") for _ in range(get_world_size(group))]
+        work = dist.all_gather(boxes, torch.tensor(number, device="cpu"), group, async_op=True)
+
+    def wait() -> list[int]:
+        work.wait()
+        return [int(box) for box in boxes]
+
+    return wait
+
+
 def _connect_late(world_size: int) -> None:
     """Let gloo connect processes when they first need it, if they are many; torch before 2.8 cannot.
 

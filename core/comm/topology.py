@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.data import get_worker_info
 
 from ..base.errors import ConfigError, StrategyError
 from ..torch_compat.torch_private import with_values
@@ -179,6 +181,49 @@ def use_shard(data: DataShard) -> None:
     """Let this process gather from those with the other shards of the data; called by its strategy."""
     if dist.is_initialized():
         _here[torch_dist.group.WORLD] = _Here(data)
+
+
+_told: tuple[int, int] | None = None  # in the worker of a loader
+
+
+def tell_worker(shard: tuple[int, int]) -> None:
+    """Tell this worker of a data loader the (index, count) of its process's shard of the data."""
+    global _told
+    _told = shard
+
+
+def data_shard() -> tuple[int, int]:
+    """Return (index, count) of the samples that a stream which divides itself has to give here: one of ``count``.
+
+    Processes that hold one model together, as the stages of a pipeline, have to train on the same samples and get the same
+    numbers. Workers of a data loader share those of their process. Outside of a run of several processes: (0, 1), or
+    the worker's.
+
+    Example:
+        def __iter__(self):
+            index, count = data_shard()
+            yield from itertools.islice(self.samples(), index, None, count)
+
+    Raises:
+        ConfigError: of several processes, nothing says yet what each trains on.
+    """
+    index, count = process_shard()
+    worker = get_worker_info()
+    return (index, count) if worker is None else (index * worker.num_workers + worker.id, count * worker.num_workers)
+
+
+def process_shard() -> tuple[int, int]:
+    """``data_shard`` of the process, whichever worker of it asks."""
+    if _told is not None:
+        return _told
+    here = _here.get(torch_dist.group.WORLD) if dist.is_initialized() else None
+    if here is not None:
+        return here.data.index, here.data.count
+    if dist.get_world_size() > 1 or int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise ConfigError(
+            "data_shard: a run has not said yet what this process trains on; call it in the dataset's __iter__, which the run calls"
+        )
+    return 0, 1
 
 
 def gather_with_gradient(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..core.base.errors import DataError
+from ..core.comm.topology import data_shard
 from ..runner.data.sources.arrow_files import ArrowFiles, ParquetFiles
 from ..runner.data.sources.file_source import DataSource, FileSource
 from ..runner.data.sources.jsonl_files import JsonlFiles
@@ -24,4 +25,5 @@ __all__ = [
     "ParquetFiles",
     "TarFiles",
     "TokenFiles",
+    "data_shard",
 ]

@@ -19,11 +19,19 @@ from . import checks
 from . import checks as first_samples
 from .collate import build_collate
 from .dataset_wrappers import build_dataset, is_config
-from .lockstep import InStep
-from .readers import Counted, ExactEpochs, Feed, Reader, loader_of_stream, timed
+from .lockstep import InStep, SameBatches
+from .readers import Counted, ExactEpochs, Feed, Reader, loader_of_stream, timed, warn_of_passes
 from .sample_seeds import order_seed
-from .samplers import DefaultSampler, InfiniteSampler, ShardedSampler, divided_sampler, tell_loader_epoch, use_shard
-from .streams.divided_streams import divided
+from .samplers import (
+    DefaultSampler,
+    InfiniteSampler,
+    ShardedSampler,
+    chain_of,
+    divided_sampler,
+    tell_loader_epoch,
+    use_shard,
+)
+from .streams.divided_streams import divided, keeping_passes, original
 from .user_loaders import (
     adopt,
     divided_samplers,
@@ -142,9 +150,8 @@ def build_dataloader(
     kwargs |= checks.build_worker_init(kwargs.get("worker_init_fn"), facts, f"{where}.worker_init_fn")
     kwargs |= {"collate_fn": collate, "generator": torch.Generator()}
     if isinstance(dataset, IterableDataset):
-        return loader_of_stream(
-            divided(dataset, shard, asked, training, where, logger), kwargs, training, where, logger
-        )
+        dataset = divided(keeping_passes(dataset) if training else dataset, shard, asked, training, where, logger)
+        return loader_of_stream(dataset, kwargs, training, where, logger)
     sampler = kwargs.pop("sampler", None)
     shuffle = kwargs.pop("shuffle", training)
     if sampler is None:
@@ -188,10 +195,17 @@ class TrainData:
         seed: seed of random numbers in samples, and of samplers that are not flextrain's.
         diff_rank_seed: such samplers draw different numbers in every process.
         shard: (index, count) of the data shard that this process reads.
+        shares_data: other processes have the same data shard.
     """
 
     def __init__(
-        self, loader: Any, accumulate: int, seed: int, diff_rank_seed: bool = False, shard: tuple[int, int] = (0, 1)
+        self,
+        loader: Any,
+        accumulate: int,
+        seed: int,
+        diff_rank_seed: bool = False,
+        shard: tuple[int, int] = (0, 1),
+        shares_data: bool = False,
     ) -> None:
         self.loader, self.accumulate, self.seed, self.diff_rank_seed = loader, accumulate, seed, diff_rank_seed
         self._dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
@@ -202,9 +216,11 @@ class TrainData:
         self.drop_last = bool(getattr(batches, "drop_last", False))
         self._reader = Reader(loader) if goes_its_own_way(loader) else None
         self._in_step: InStep | None = None
+        self._shares_data = shares_data
+        self._same: SameBatches | None = None
         self._least: int | None = None  # batches of an epoch on the process with the fewest
         self._first_samples: Any = _UNKNOWN
-        self._has_compared = self._said_length = False
+        self._has_compared = self._said_length = self._has_read = False
         # An epoch resumed with another window size: its number, one of its windows, and the position of that window.
         self._origin = (-1, 0, 0)
         self._shard = shard
@@ -275,6 +291,8 @@ class TrainData:
             )
         if any(deals):
             checks.check_same_data(prints)
+        if self._shares_data:
+            self._same = SameBatches("train_dataloader", self._shard[0], timeout_s)
         if not all(even):
             self._in_step = InStep(
                 "train_dataloader", processes=len(samples), ahead=not any(keeps_position), timeout_s=timeout_s
@@ -313,7 +331,7 @@ class TrainData:
         if self._reader is not None:
             return name_of(self.loader)
         if isinstance(self._dataset, IterableDataset):
-            return name_of(self._dataset)
+            return name_of(original(self._dataset))
         if self._divided is not None:
             return type(self._divided.sampler).__name__
         own_batches = type(self.loader.batch_sampler) not in (BatchSampler, type(None))
@@ -402,8 +420,10 @@ class TrainData:
         """Yield the windows of an epoch from number ``start`` to ``stop``; the epoch's last window may be shorter."""
         own = self._own_windows(epoch, start, stop)
         if self.exact is not None:
-            return self.exact.windows(own, start, cast(int, self.length(epoch)) - 1, self.last_counted(epoch))
-        return own if self._in_step is None else self._in_step.windows(own, start)
+            own = self.exact.windows(own, start, cast(int, self.length(epoch)) - 1, self.last_counted(epoch))
+        elif self._in_step is not None:
+            own = self._in_step.windows(own, start)
+        return own if self._same is None else self._same.windows(own)
 
     @property
     def counted(self) -> Counted | None:
@@ -448,9 +468,25 @@ class TrainData:
                 f"{found}; all of them are trained on, schedules and the estimated time use len()"
             )
 
+    def _look_at_passes(self, epoch: int) -> None:
+        """Warn if this process begins in a later pass, and the data cannot know it."""
+        if self._reader.is_placed if self._reader is not None else not isinstance(self._dataset, IterableDataset):
+            return
+        parts = (
+            self.loader,
+            original(self._dataset),
+            *chain_of(self._sampler),
+            getattr(self.loader, "batch_sampler", None),
+        )
+        if not any(hasattr(part, "set_epoch") for part in parts):
+            warn_of_passes(self.sampler_name, epoch)
+
     def _batches(self, epoch: int, first: int, end: int | None) -> Iterator[Any]:
         """Yield the batches of an epoch from window ``first`` to window ``end``."""
         tell_loader_epoch(self.loader, epoch)
+        if epoch and not self._has_read:
+            self._look_at_passes(epoch)
+        self._has_read = True
         start, stop = first * self.accumulate, None if end is None else end * self.accumulate
         if self._feed is None:
             assert self._reader is not None

@@ -1,4 +1,4 @@
-"""InStep: keeps processes with data of different lengths in step, in training and evaluation."""
+"""InStep: keeps processes with data of different lengths in step; SameBatches: compares those of one shard of the data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from ...core.base.errors import counted
+from ...core.base.errors import ConfigError, counted
+from ...core.base.tensors import of_leaves, of_name
 from ...core.comm import collectives as dist
 
 _PURPOSE = "loops in step"
@@ -67,6 +68,62 @@ class InStep:
                 f"{counted(done, 'iteration')} of the epoch, so it ended there for all; the others skip their remaining "
                 "batches, in every epoch"
             )
+
+
+class SameBatches:
+    """The windows of processes that hold one model together, compared: their shard of the data is the same.
+
+    The first window of a pass is compared before it is given out, the others while they are trained on. Every window is
+    compared whole, because data that divide themselves wrongly may begin alike.
+
+    Args:
+        where: the configuration key, for the message.
+        shard: index of this process's shard of the data.
+        timeout_s: longest time in seconds that a process may take for its next window.
+    """
+
+    def __init__(self, where: str, shard: int, timeout_s: float | None = None) -> None:
+        self._where = where
+        self._group = dist.side_group(timeout_s, "same batches")
+        self._shards: list[int] = dist.all_gather_object(shard)
+
+    def windows(self, windows: Iterator[Window]) -> Iterator[Window]:
+        """Yield the windows.
+
+        Raises:
+            ConfigError: on every process, if those of a shard have different ones.
+        """
+        check: Callable[[], None] | None = None
+        for window in windows:
+            if check is not None:
+                check()
+            is_first, check = check is None, self._start(window)
+            if is_first:
+                check()
+                check = _done
+            yield window
+        if check is not None:
+            check()
+
+    def _start(self, window: Window) -> Callable[[], None]:
+        gathered = dist.start_gather(of_name(repr(of_leaves(window))) >> 1, self._group)
+
+        def check() -> None:
+            first: dict[int, tuple[int, int]] = {}
+            for rank, (shard, found) in enumerate(zip(self._shards, gathered(), strict=True)):
+                other, expected = first.setdefault(shard, (rank, found))
+                if found != expected:
+                    raise ConfigError(
+                        f"{self._where}.dataset: gives process {rank} another batch than process {other}, and both train shard {shard} of "
+                        "the data, because they hold one model together; divide it by flextrain.data.data_shard(), not by rank, and "
+                        "draw alike on both"
+                    )
+
+        return check
+
+
+def _done() -> None:
+    """Nothing is left to compare."""
 
 
 def until_all_end(batches: Iterable[Any], timeout_s: float | None = None) -> Iterator[tuple[Any, bool]]:

@@ -18,6 +18,7 @@ from ...core.random.generators import RandomStream, epoch_seed, forget_spare_nor
 from ...core.torch_compat.torch_private import end_kept_workers
 from .sample_seeds import SeededDataset, SeededStream, Turn, WorkerInit, as_read, order_seed
 from .samplers import DefaultSampler, Repeatable, ShardedSampler, chain_of, follows_span, seed_own_generators
+from .streams.divided_streams import original
 from .user_loaders import is_divided, keeps_position, name_of, resampled, say_how_it_resumes
 
 _END = object()
@@ -89,9 +90,11 @@ class Feed:
         if diff_shard_seed and not self._is_divided:
             order = own_seed
         generator: Any = self._read.generator  # draws the workers' seeds
-        generator.manual_seed(own_seed)
         if self.is_stream:
-            return self._part_of_stream(order, order if self._is_divided else own_seed, epoch, start, stop)
+            # Those of which each process keeps its own items need one order, also where it comes from the worker's seed.
+            own_seed = order if self._is_divided else own_seed
+            generator.manual_seed(own_seed)
+            return self._part_of_stream(order, own_seed, epoch, start, stop)
         # A generator inside a dataset starts from its worker's seed, which must differ when an epoch is continued.
         generator.manual_seed(nth_seed(own_seed, start) >> 1)
         self._dataset.epoch = epoch
@@ -396,6 +399,14 @@ class ExactEpochs:
 logger = logging.getLogger("flextrain")
 
 
+def warn_of_passes(name: str, passes: int) -> None:
+    """Warn that data without ``set_epoch`` are read by a process that has not read their ``passes`` former passes."""
+    logger.warning(
+        f"train_dataloader: {name} has no set_epoch, so it does not know that {counted(passes, 'pass', 'passes')} came before; if "
+        "its passes differ, and it counts them itself, samples are lost or come twice: give it set_epoch(epoch), or a state_dict"
+    )
+
+
 def timed(batches: Iterator[Any], skipped: int, name: str) -> Iterator[Any]:
     """Yield the batches, whose first one comes after ``skipped`` others were read; log what it does, and the time it took."""
     before = counted(skipped, "batch", "batches")
@@ -430,14 +441,16 @@ def loader_of_stream(
         from torchdata.stateful_dataloader import StatefulDataLoader
     except ImportError:
         logger.warning(
-            f"{where}: {type(dataset).__name__} has a state_dict, which is in its workers: a resumed run reads it again from "
+            f"{where}: {type(original(dataset)).__name__} has a state_dict, which is in its workers: a resumed run reads it again from "
             "the beginning; pip install torchdata, or give num_workers=0, to save the position"
         )
         return DataLoader(dataset, **kwargs)
-    return _said(StatefulDataLoader(dataset, **kwargs), where, logger)
+    init = WorkerInit(kwargs.get("worker_init_fn"))
+    return _said(StatefulDataLoader(dataset, **{**kwargs, "worker_init_fn": init}), where, logger)
 
 
 def _said(loader: Any, where: str, logger: logging.Logger) -> Any:
+    loader.is_made_here = True  # and is named after the user's stream
     say_how_it_resumes(loader, where, logger)
     return loader
 

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
+from ...core.comm.topology import process_shard, tell_worker
 from ...core.random.generators import Watch, nth_seed, seed_generators
 from ..signals import Outliving, is_caught
 from .samplers import tell_epoch
-from .streams.divided_streams import DividedStream
+from .streams.divided_streams import original
 
 # Stacks of the workers of data loaders: a worker that is stuck can still be asked where.
 
@@ -228,15 +229,22 @@ class WorkerInit:
     def __init__(self, function: Callable[[int], None] | None) -> None:
         self.function = function
         self._outliving = Outliving()
+        self._shard: tuple[int, int] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker that is no fork does not know the run.
+        return {**self.__dict__, "_shard": process_shard()}
 
     def __call__(self, worker: int) -> None:
+        if self._shard is not None:
+            tell_worker(self._shard)
         self._outliving.begin()
         answer()
         info: Any = get_worker_info()
-        dataset = info.dataset.dataset
-        if isinstance(dataset, DividedStream):
+        dataset = info.dataset
+        if isinstance(dataset, (SeededDataset, SeededStream)):
             dataset = dataset.dataset
-        object.__setattr__(info, "dataset", dataset)  # torch forbids a normal assignment
+        object.__setattr__(info, "dataset", original(dataset))  # torch forbids a normal assignment
         if self.function is not None:
             self.function(worker)
 

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from ...core.base.errors import ConfigError
 from ...core.torch_compat.torch_private import KEPT_ITERATOR, LOADER_ITERATOR, MAKE_ITERATOR
 from .samplers import DefaultSampler, DividedSampler, ShardedSampler, chain_of, dealt_by, divided_sampler
-from .streams.divided_streams import DividedStream, divided, undivided
+from .streams.divided_streams import DividedStream, divided, original, undivided
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
 """A source of batches: a DataLoader or another iterable, or a function that returns one."""
@@ -237,8 +237,8 @@ def length_of(data: Any) -> int | None:
 
 
 def name_of(loader: Any) -> str:
-    """Return the name of its class, or of the function."""
-    loader = loader.dataset if isinstance(loader, DividedStream) else loader
+    """Return the name of its class, or of the function; of a stream's loader that was made here, the stream's."""
+    loader = original(loader.dataset if getattr(loader, "is_made_here", False) is True else loader)
     function = loader.function if isinstance(loader, FromFunction) else loader
     return getattr(function, "__qualname__", None) or type(function).__name__
 

@@ -86,6 +86,7 @@ class DataFacts(Config):
 # Settings that determine the order of samples, and settings that determine how it is cut into batches.
 _ORDER = ("sampler", "sampler_seed", "shuffle", "num_samples")
 _BATCHES = ("shards", "batch_size", "accumulate", "drop_last", "epoch_length", "workers")
+_LOADERS = ("StreamLoader", "StatefulDataLoader")  # named by older checkpoints for the stream that they read
 _OF_AN_UPDATE = ("shards", "batch_size", "accumulate")
 
 
@@ -140,6 +141,8 @@ def continue_epoch(runner: Run, saved: Any, loop: Mapping[str, Any]) -> dict[str
     changed = [key for key in (*_ORDER, *_BATCHES) if getattr(then, key) != getattr(now, key)]
     if then.workers is None and "workers" in changed:
         changed.remove("workers")
+    if then.sampler in _LOADERS and "sampler" in changed:
+        changed.remove("sampler")
     if data.splittable is not None and then.num_samples == now.num_samples:
         data.splittable.by_index = then.by_index
     by_iter = not runner.train_loop.by_epoch

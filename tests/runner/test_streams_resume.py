@@ -342,12 +342,30 @@ def test_streams_with_and_without_a_state(tmp_path: Path, stateful: bool) -> Non
     assert source.reads == (20 if stateful else 28)
     said = "\n".join(found["said"])
     if stateful:
-        assert (
-            "of StreamLoader continues from its state_dict in the checkpoint, on the same number of processes" in said
-        )
+        assert "of Counter continues from its state_dict in the checkpoint, on the same number of processes" in said
     else:
         assert "reads 4 batches of Counter again" in said
         assert "read 4 batches of Counter again in 0." in said
+
+
+class Told(Counter):
+    """One that is told the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("source, until, warns", [(Counter, 17, True), (Counter, 15, False), (Counter, 4, False), (Told, 17, False)])  # fmt: skip
+def test_passes_that_a_stream_may_count_itself(tmp_path: Path, source: Any, until: int, warns: bool) -> None:
+    """A pass has 15 updates; resumed after the first one, a stream without set_epoch begins with its first order."""
+
+    def settings() -> dict[str, Any]:
+        loader = dict(dataset=source(False), batch_size=2, collate_fn="default_collate")
+        return {**stream(tmp_path), "train_dataloader": loader, "train_cfg": dict(by_epoch=False, max_iters=20)}
+
+    on(None, tmp_path / "run", settings(), until)
+    said = "\n".join(on(None, tmp_path / "run", settings())["said"])
+    assert ("Counter has no set_epoch, so it does not know that 1 pass came before" in said) == warns
 
 
 @pytest.mark.processes

@@ -8,9 +8,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset
 
 from ....core.base.errors import ConfigError
+from ..samplers import tell_epoch
 
 SHARD = "shard"
 """Key of a dataloader: True: divide its data over the processes; False: every process has its own data already."""
@@ -44,10 +46,9 @@ def divided(
         ConfigError: it was divided already, for another number of processes or for another one of them, or it may have been.
     """
     index, count = shard
-    kind = getattr(sys.modules.get("datasets"), "IterableDataset", None)
-    if asked is False or kind is None or not isinstance(dataset, kind):
+    if asked is False or not _is_of_hugging_face(dataset):
         if asked is None and count > 1:
-            raise undivided(where, type(dataset).__name__, count)
+            raise undivided(where, type(original(dataset)).__name__, count)
         return DividedStream(dataset, shard, training) if asked and count > 1 else dataset
     before = getattr(dataset, "_distributed", None)
     if before is not None:
@@ -69,6 +70,11 @@ def divided(
     return split.split_dataset_by_node(dataset, rank=index, world_size=count)
 
 
+def _is_of_hugging_face(dataset: Any) -> bool:
+    kind = getattr(sys.modules.get("datasets"), "IterableDataset", None)
+    return kind is not None and isinstance(dataset, kind)
+
+
 class DividedStream(IterableDataset[Any]):
     """Every ``count``-th item of a source that gives all processes the same items, with its other attributes and methods.
 
@@ -83,14 +89,18 @@ class DividedStream(IterableDataset[Any]):
         self._read = self._start = 0  # items read; those before a restored state
 
     def __iter__(self) -> Iterator[Any]:
-        index, count = self._shard
+        # Now, not when the first item is asked for: torchdata takes a state before that.
         self._read, self._start = self._start, 0
-        item = None
-        for item in self.dataset:
+        return self._own(iter(self.dataset))
+
+    def _own(self, items: Iterator[Any]) -> Iterator[Any]:
+        index, count = self._shard
+        item = _NONE
+        for item in items:
             self._read += 1
             if (self._read - 1) % count == index:
                 yield item
-        if self._fill and 0 < self._read % count <= index:
+        if self._fill and 0 < self._read % count <= index and item is not _NONE:  # none: restored at the end
             yield item
 
     def __len__(self) -> int:
@@ -108,4 +118,87 @@ class DividedStream(IterableDataset[Any]):
 
     def _load(self, state: dict[str, Any]) -> None:
         self.dataset.load_state_dict(state["dataset"])
-        self._start = state["read"]
+        self._read = self._start = state["read"]
+
+
+_NONE = object()
+
+
+class KeptPasses(IterableDataset[Any]):
+    """A stream with a state of its own, with its other attributes and methods; the state also says whether a pass has ended.
+
+    Some streams begin anew from their state at the end of a pass, others end once more. Both go on rightly: a pass that had
+    ended gives nothing after resuming, in a worker as well, and the next one begins anew. Of workers that are kept, each
+    is told the epoch.
+
+    Args:
+        dataset: the stream.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self._stage, self._told = "begin", -1
+        self._loaded: Any = _NONE
+        # This tensor is shared with the workers.
+        self._epoch = torch.full((), -1, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
+
+    def __iter__(self) -> Iterator[Any]:
+        loaded, self._loaded = self._loaded, _NONE
+        goes_on = loaded is not _NONE and self._stage == "within"
+        if loaded is not _NONE and not goes_on:
+            if next(iter(self.dataset), _NONE) is not _NONE:
+                self.dataset.load_state_dict(loaded)
+            if self._stage == "ended":
+                self._told = -1
+                return iter(())
+        epoch = int(self._epoch)
+        if not goes_on:
+            # Now, not with the first item: torchdata takes a state before that.
+            self._stage = "begin"
+            if epoch >= 0 and (loaded is not _NONE or self._told != epoch):
+                tell_epoch(self.dataset, epoch)
+        self._told = epoch
+        return self._given()
+
+    def _given(self) -> Iterator[Any]:
+        for item in self.dataset:
+            self._stage = "within"
+            yield item
+        self._stage = "ended"
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset, and its copies in workers."""
+        self._epoch.fill_(epoch)
+        self._told = epoch
+        tell_epoch(self.dataset, epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the dataset's state, and how far the pass is."""
+        return {"state": self.dataset.state_dict(), "stage": self._stage}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore the dataset's state; older checkpoints have that alone."""
+        is_kept = isinstance(state, dict) and set(state) == {"state", "stage"}
+        self._loaded, self._stage = (state["state"], state["stage"]) if is_kept else (state, "within")
+        self.dataset.load_state_dict(self._loaded)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # not there yet while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+def keeping_passes(dataset: Any) -> Any:
+    """Return a stream, in KeptPasses if it has a state; one of Hugging Face's knows its epoch itself."""
+    has_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+    return KeptPasses(dataset) if has_state and not _is_of_hugging_face(dataset) else dataset
+
+
+def original(dataset: Any) -> Any:
+    """Return the user's stream, without what stands around it here."""
+    while isinstance(dataset, (DividedStream, KeptPasses)):
+        dataset = dataset.dataset
+    return dataset
