@@ -20,7 +20,7 @@ from . import checks as first_samples
 from .collate import build_collate
 from .dataset_wrappers import build_dataset, is_config
 from .lockstep import InStep, SameBatches
-from .readers import Counted, ExactEpochs, Feed, Reader, loader_of_stream, timed, warn_of_passes
+from .readers import Counted, ExactEpochs, Feed, Reader, loader_of_stream, timed
 from .sample_seeds import order_seed
 from .samplers import (
     DefaultSampler,
@@ -30,6 +30,7 @@ from .samplers import (
     divided_sampler,
     tell_loader_epoch,
     use_shard,
+    warn_of_passes,
 )
 from .streams.divided_streams import divided, keeping_passes, original
 from .user_loaders import (
@@ -478,8 +479,7 @@ class TrainData:
             *chain_of(self._sampler),
             getattr(self.loader, "batch_sampler", None),
         )
-        if not any(hasattr(part, "set_epoch") for part in parts):
-            warn_of_passes(self.sampler_name, epoch)
+        warn_of_passes(parts, self.sampler_name, epoch)
 
     def _batches(self, epoch: int, first: int, end: int | None) -> Iterator[Any]:
         """Yield the batches of an epoch from window ``first`` to window ``end``."""

@@ -399,14 +399,6 @@ class ExactEpochs:
 logger = logging.getLogger("flextrain")
 
 
-def warn_of_passes(name: str, passes: int) -> None:
-    """Warn that data without ``set_epoch`` are read by a process that has not read their ``passes`` former passes."""
-    logger.warning(
-        f"train_dataloader: {name} has no set_epoch, so it does not know that {counted(passes, 'pass', 'passes')} came before; if "
-        "its passes differ, and it counts them itself, samples are lost or come twice: give it set_epoch(epoch), or a state_dict"
-    )
-
-
 def timed(batches: Iterator[Any], skipped: int, name: str) -> Iterator[Any]:
     """Yield the batches, whose first one comes after ``skipped`` others were read; log what it does, and the time it took."""
     before = counted(skipped, "batch", "batches")

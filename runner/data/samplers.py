@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import chain, count, islice
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from ...core.base.errors import ConfigError
+from ...core.base.errors import ConfigError, counted
 from ...core.base.overriding import overridden
 from ...core.base.registry import DATA_SAMPLERS
 from ...core.base.snapshot import Snapshot
@@ -37,6 +38,15 @@ def tell_loader_epoch(loader: Any, epoch: int) -> None:
     sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
     for part in (loader, getattr(loader, "dataset", None), *chain_of(sampler), batches):
         tell_epoch(part, epoch)
+
+
+def warn_of_passes(parts: Iterable[Any], name: str, passes: int) -> None:
+    """Warn if none of ``parts`` is told the epoch, in a process that has not read their ``passes`` former passes."""
+    if not any(hasattr(part, "set_epoch") for part in parts):
+        logging.getLogger("flextrain").warning(
+            f"train_dataloader: {name} has no set_epoch, so it does not know that {counted(passes, 'pass', 'passes')} came before; "
+            "if its passes differ, and it counts them itself, samples are lost or come twice: give it set_epoch(epoch), or a state_dict"
+        )
 
 
 def chain_of(part: Any) -> Iterator[Any]:
