@@ -196,17 +196,10 @@ class TrainData:
         seed: seed of random numbers in samples, and of samplers that are not flextrain's.
         diff_rank_seed: such samplers draw different numbers in every process.
         shard: (index, count) of the data shard that this process reads.
-        shares_data: other processes have the same data shard.
     """
 
     def __init__(
-        self,
-        loader: Any,
-        accumulate: int,
-        seed: int,
-        diff_rank_seed: bool = False,
-        shard: tuple[int, int] = (0, 1),
-        shares_data: bool = False,
+        self, loader: Any, accumulate: int, seed: int, diff_rank_seed: bool = False, shard: tuple[int, int] = (0, 1)
     ) -> None:
         self.loader, self.accumulate, self.seed, self.diff_rank_seed = loader, accumulate, seed, diff_rank_seed
         self._dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
@@ -217,11 +210,10 @@ class TrainData:
         self.drop_last = bool(getattr(batches, "drop_last", False))
         self._reader = Reader(loader) if goes_its_own_way(loader) else None
         self._in_step: InStep | None = None
-        self._shares_data = shares_data
         self._same: SameBatches | None = None
         self._least: int | None = None  # batches of an epoch on the process with the fewest
         self._first_samples: Any = _UNKNOWN
-        self._has_compared = self._said_length = self._has_read = False
+        self._has_compared = self._said_length = False
         # An epoch resumed with another window size: its number, one of its windows, and the position of that window.
         self._origin = (-1, 0, 0)
         self._shard = shard
@@ -262,13 +254,14 @@ class TrainData:
 
     # Several processes
 
-    def compare_lengths(self, timeout_s: float | None = None) -> None:
+    def compare_lengths(self, timeout_s: float | None = None, shares_data: bool = False) -> None:
         """Compare the lengths of all processes' data, and let their epochs end together if they may differ.
 
         A collective, to be called before training; a second call does nothing.
 
         Args:
             timeout_s: longest time in seconds that a process may take for its next window.
+            shares_data: processes have the same data shard, and their batches are compared too.
 
         Raises:
             ConfigError: a sampler splits the dataset, and its length differs between processes.
@@ -292,7 +285,7 @@ class TrainData:
             )
         if any(deals):
             checks.check_same_data(prints)
-        if self._shares_data:
+        if shares_data:
             self._same = SameBatches("train_dataloader", self._shard[0], timeout_s)
         if not all(even):
             self._in_step = InStep(
@@ -469,9 +462,9 @@ class TrainData:
                 f"{found}; all of them are trained on, schedules and the estimated time use len()"
             )
 
-    def _look_at_passes(self, epoch: int) -> None:
-        """Warn if this process begins in a later pass, and the data cannot know it."""
-        if self._reader.is_placed if self._reader is not None else not isinstance(self._dataset, IterableDataset):
+    def begin_at(self, epoch: int) -> None:
+        """Warn if this process begins in a later pass, and the data, which are read again, cannot know it."""
+        if not epoch or (self._reader is None and not isinstance(self._dataset, IterableDataset)):
             return
         parts = (
             self.loader,
@@ -484,9 +477,6 @@ class TrainData:
     def _batches(self, epoch: int, first: int, end: int | None) -> Iterator[Any]:
         """Yield the batches of an epoch from window ``first`` to window ``end``."""
         tell_loader_epoch(self.loader, epoch)
-        if epoch and not self._has_read:
-            self._look_at_passes(epoch)
-        self._has_read = True
         start, stop = first * self.accumulate, None if end is None else end * self.accumulate
         if self._feed is None:
             assert self._reader is not None

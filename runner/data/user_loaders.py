@@ -238,7 +238,8 @@ def length_of(data: Any) -> int | None:
 
 def name_of(loader: Any) -> str:
     """Return the name of its class, or of the function; of a stream's loader that was made here, the stream's."""
-    loader = original(loader.dataset if getattr(loader, "is_made_here", False) is True else loader)
+    if isinstance(loader, DividedStream) or getattr(loader, "is_made_here", False) is True:
+        loader = original(loader)
     function = loader.function if isinstance(loader, FromFunction) else loader
     return getattr(function, "__qualname__", None) or type(function).__name__
 

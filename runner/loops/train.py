@@ -61,7 +61,6 @@ class TrainLoop(BaseLoop):
             runner.seed,
             diff_rank_seed=runner.options.randomness.diff_rank_seed,
             shard=runner.strategy.topology.shard,
-            shares_data=runner.strategy.topology.shares_data,
         )
         self.stop_training = False
         self.is_torn = False  # True if an exception has left an update unfinished

@@ -221,6 +221,7 @@ def load_loader(runner: Run, states: Sequence[Any], loop: Mapping[str, Any]) -> 
     # Those of all processes are alike in this, and may be in as many files.
     had_one = states[index if len(states) == count else 0] is not None
     if not data.keeps_position and not had_one:
+        data.begin_at(loop["epoch"])
         return
     if data.keeps_position and had_one and len(states) == count:
         data.load_loader_state(states[index], begins=not loop["inner"])

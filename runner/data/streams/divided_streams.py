@@ -198,7 +198,7 @@ def keeping_passes(dataset: Any) -> Any:
 
 
 def original(dataset: Any) -> Any:
-    """Return the user's stream, without what stands around it here."""
-    while isinstance(dataset, (DividedStream, KeptPasses)):
+    """Return the user's stream, without what stands around it here, as a loader of it does."""
+    while isinstance(dataset, (DividedStream, KeptPasses)) or getattr(dataset, "is_made_here", False) is True:
         dataset = dataset.dataset
     return dataset
