@@ -187,8 +187,7 @@ class Parts:
     def compared_train_loop(self) -> TrainingProgress:
         """Return the training loop, whose lengths of all processes are known: an epoch may be shorter than their data."""
         loop = self._run.train_loop
-        strategy = self._run.strategy
-        loop.data.compare_lengths(float(strategy.config.timeout_s), strategy.topology.shares_data)
+        loop.data.compare_lengths(float(self._run.strategy.config.timeout_s), self._run.strategy.topology)
         return loop
 
     def scale_lr(self, optim: OptimWrapper | OptimWrapperDict, base: int) -> str:

@@ -209,8 +209,7 @@ class TrainData:
         self._batch_size = getattr(batches, "batch_size", 1)
         self.drop_last = bool(getattr(batches, "drop_last", False))
         self._reader = Reader(loader) if goes_its_own_way(loader) else None
-        self._in_step: InStep | None = None
-        self._same: SameBatches | None = None
+        self._in_step: InStep | SameBatches | None = None
         self._least: int | None = None  # batches of an epoch on the process with the fewest
         self._first_samples: Any = _UNKNOWN
         self._has_compared = self._said_length = False
@@ -254,14 +253,14 @@ class TrainData:
 
     # Several processes
 
-    def compare_lengths(self, timeout_s: float | None = None, shares_data: bool = False) -> None:
+    def compare_lengths(self, timeout_s: float | None = None, topology: Topology | None = None) -> None:
         """Compare the lengths of all processes' data, and let their epochs end together if they may differ.
 
         A collective, to be called before training; a second call does nothing.
 
         Args:
             timeout_s: longest time in seconds that a process may take for its next window.
-            shares_data: processes have the same data shard, and their batches are compared too.
+            topology: the run's; batches of processes with the same data shard are compared, too.
 
         Raises:
             ConfigError: a sampler splits the dataset, and its length differs between processes.
@@ -285,13 +284,13 @@ class TrainData:
             )
         if any(deals):
             checks.check_same_data(prints)
-        if shares_data:
-            self._same = SameBatches("train_dataloader", self._shard[0], timeout_s)
         if not all(even):
             self._in_step = InStep(
                 "train_dataloader", processes=len(samples), ahead=not any(keeps_position), timeout_s=timeout_s
             )
             self._least = None if None in lengths else min(lengths)
+        if topology is not None and topology.shares_data:
+            self._in_step = SameBatches("train_dataloader", self._shard[0], self._in_step, timeout_s)
 
     @property
     def _deals(self) -> bool:
@@ -415,9 +414,7 @@ class TrainData:
         own = self._own_windows(epoch, start, stop)
         if self.exact is not None:
             own = self.exact.windows(own, start, cast(int, self.length(epoch)) - 1, self.last_counted(epoch))
-        elif self._in_step is not None:
-            own = self._in_step.windows(own, start)
-        return own if self._same is None else self._same.windows(own)
+        return own if self._in_step is None else self._in_step.windows(own, start)
 
     @property
     def counted(self) -> Counted | None:

@@ -79,22 +79,25 @@ class SameBatches:
     Args:
         where: the configuration key, for the message.
         shard: index of this process's shard of the data.
+        in_step: keeps the processes in step, if their data may differ in length.
         timeout_s: longest time in seconds that a process may take for its next window.
     """
 
-    def __init__(self, where: str, shard: int, timeout_s: float | None = None) -> None:
-        self._where = where
+    def __init__(
+        self, where: str, shard: int, in_step: InStep | SameBatches | None, timeout_s: float | None = None
+    ) -> None:
+        self._where, self._in_step = where, in_step
         self._group = dist.side_group(timeout_s, "same batches")
         self._shards: list[int] = dist.all_gather_object(shard)
 
-    def windows(self, windows: Iterator[Window]) -> Iterator[Window]:
-        """Yield the windows.
+    def windows(self, own: Iterator[Window], start: int = 0) -> Iterator[Window]:
+        """Yield the windows of ``own``; see InStep.
 
         Raises:
             ConfigError: on every process, if those of a shard have different ones.
         """
         check: Callable[[], None] | None = None
-        for window in windows:
+        for window in own if self._in_step is None else self._in_step.windows(own, start):
             if check is not None:
                 check()
             is_first, check = check is None, self._start(window)

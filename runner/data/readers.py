@@ -86,14 +86,12 @@ class Feed:
             diff_shard_seed: draw the order of samplers that are not flextrain's from another seed in every data shard.
         """
         order = order_seed(seed, epoch)
-        own_seed = order + self.shard[0]
+        own_seed = order + (0 if self.is_stream and self._is_divided else self.shard[0])  # which needs one order
         if diff_shard_seed and not self._is_divided:
             order = own_seed
         generator: Any = self._read.generator  # draws the workers' seeds
+        generator.manual_seed(own_seed)
         if self.is_stream:
-            # Those of which each process keeps its own items need one order, also where it comes from the worker's seed.
-            own_seed = order if self._is_divided else own_seed
-            generator.manual_seed(own_seed)
             return self._part_of_stream(order, own_seed, epoch, start, stop)
         # A generator inside a dataset starts from its worker's seed, which must differ when an epoch is continued.
         generator.manual_seed(nth_seed(own_seed, start) >> 1)
