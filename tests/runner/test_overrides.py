@@ -259,6 +259,7 @@ ZERO = dict(type="DeepSpeedStrategy")
 _ASKED = "a question that a hook asks of itself, when it likes"
 _FACT = "a fact for others to ask, which follows from what other methods do"
 _USER = "only the user calls it"
+_ON_ACCELERATORS = "asked on accelerators, for the line of the log that says what was chosen"
 QUESTIONS = dict.fromkeys(
     ("end_of_epoch", "every_n_epochs", "every_n_inner_iters", "every_n_train_iters", "is_last_train_epoch"), _ASKED
 ) | {"is_last_train_iter": _ASKED, "get_triggered_stages": _USER}
@@ -266,6 +267,7 @@ WRAPPER = {
     "get_momentum": _USER,
     "has_stepped": _FACT,
     "is_built": _FACT,
+    "chose_fused": _ON_ACCELERATORS,
     "spread": "a strategy calls it whose processes hold different parameters",
     "register_backward_pre_hook": "strategies call it that look after gradient hooks of users",
     "register_step_pre_hook": "strategies and users call it to add something, with several processes",
@@ -290,6 +292,7 @@ AMP = without(
     loss_scale="DeepSpeedStrategy alone asks, which takes no subclass",
     loss_scaler=_USER,
     cast_dtype=_USER,
+    chose_dtype=_ON_ACCELERATORS,
 )
 CASES: list[Case] = [
     Case(Stateful, lambda kind: dict(custom_hooks=[kind()]), QUESTIONS, id="Hook"),
