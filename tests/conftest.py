@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 # Before torch is imported, for this process and all that tests start: the models are too small for several threads, which
 # would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A terminal's, which tables are fitted to: the sessions of pytest-xdist have them, others do not.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
 
 # Set by libraries when they are first used, not by the test that happened to use them first.
 LIBRARY_VARIABLES = (

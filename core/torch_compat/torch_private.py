@@ -617,7 +617,7 @@ _VALUES = (bool, int, float, str, type(None))
 _LARGEST = 10_000  # elements of a container in which modules are looked for; larger ones are vocabularies and the like
 _DEPTH = 4  # of containers and objects inside of each other
 _COMPILED = "_compiled_call_impl"
-_WEAK = "_flat_weight_refs"  # a recurrent layer's to its parameters; those of a copy would lead to the model
+_WEAK = "_flat_weight_refs"  # a recurrent layer's to its parameters; None: it has none
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -644,7 +644,7 @@ def copy_modules(model: nn.Module, shape_of: Callable[[Tensor], Sequence[int]]) 
             elif key == "_non_persistent_buffers_set":
                 own[key] = set(value)
             elif key == _WEAK:
-                own[key] = []
+                own[key] = [None] * len(value)  # the model's would lead to its parameters
             else:
                 own[key] = None if key == _COMPILED else _mapped(value, known, _DEPTH)
     found: nn.Module = known[id(model)]

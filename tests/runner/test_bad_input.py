@@ -473,7 +473,7 @@ UNUSABLE = [
     case("optim_wrapper.loss_scale", 128.0, "has no meaning", **APEX, **{"optim_wrapper.opt_level": "O0"}),
     case(
         "strategy.activation_checkpointing",
-        dict(),
+        dict(check_fn=callable, classes=["A"]),
         "give either check_fn or classes",
         "strategy.activation_checkpointing.check_fn",
     ),
