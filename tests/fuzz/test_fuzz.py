@@ -14,7 +14,7 @@ from .run import STRATEGIES, fuzz, run_case, summary
 pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
 
 SECONDS = 10.0  # for each of the parts, which sessions of pytest run beside each other
-PARTS = 6
+PARTS = 3
 
 
 @pytest.mark.parametrize("part", range(PARTS))

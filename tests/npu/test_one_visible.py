@@ -40,7 +40,14 @@ def launched(folder: Path, strategy: Any, visible: str) -> subprocess.CompletedP
     return python(*torchrun, str(script), str(folder), json.dumps(strategy), visible, PYTHONPATH=f"{SIMULATED}:{root}")
 
 
-@pytest.mark.parametrize("strategy", [pytest.param(NPU, id="npu"), pytest.param(FSDP, id="fsdp"), zero(2)])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(NPU, id="npu"),
+        pytest.param(FSDP, id="fsdp", marks=pytest.mark.full),
+        pytest.param(*zero(2).values, id="zero2", marks=[*zero(2).marks, pytest.mark.full]),
+    ],
+)
 def test_each_takes_the_one_that_it_sees(simulated_npu: Path, tmp_path: Path, strategy: Any) -> None:
     ended = launched(tmp_path, strategy, "0,1")
     assert ended.returncode == 0, ended.stderr
@@ -60,6 +67,7 @@ def test_a_device_of_two_processes_is_named(simulated_npu: Path, tmp_path: Path)
     ) in ended.stderr
 
 
+@pytest.mark.full
 def test_processes_share_a_device_on_request(simulated_npu: Path, tmp_path: Path) -> None:
     ended = launched(tmp_path, {**NPU, "backend": "hccl"}, "1,1")
     assert ended.returncode == 0, ended.stderr

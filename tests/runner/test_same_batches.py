@@ -105,7 +105,7 @@ def test_a_group_with_different_batches_is_refused(
 
 
 @pytest.mark.parametrize("group", ["pp", "ddp"])
-@pytest.mark.parametrize("loading", [0, 1, 2])
+@pytest.mark.parametrize("loading", [0, 1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_stream_divides_itself_by_its_shard(tmp_path: Path, workers2: WorkerGroup, group: str, loading: int) -> None:
     context = dict(multiprocessing_context="forkserver") if loading == 1 else {}
     one, two = workers2.run(numbers, str(tmp_path), group, Numbers(), num_workers=loading, **context)
