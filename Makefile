@@ -27,7 +27,7 @@ help:
 	@echo "make test-newest  the suite with the newest releases and pre-releases of torch, transformers, DeepSpeed and what else is used"
 	@echo "make release-check  the wheel in clean environments, oldest and newest versions; minutes and 5 GB each"
 	@echo "make test-gpu  what needs an accelerator, with a Python that has torch already (PYTHON=...)"
-	@echo "make test-npu  the tests of meshes on a simulated accelerator, whose collectives are as strict as NCCL's"
+	@echo "make test-npu  the tests of meshes and of parity on a simulated accelerator, whose collectives are as strict as NCCL's"
 	@echo "make test-mmengine  MMEngine's own tests, downloaded and translated, compared with what is expected"
 	@echo "make test-openmmlab  configurations of mmpretrain, mmdetection and mmsegmentation, compared with MMEngine's runner"
 	@echo "make lint    ruff only"
@@ -146,10 +146,9 @@ release-check: $(VENV)/.installed-dev
 test-gpu:
 	$(PYTHON) tests/gpu/run.py $(PYTEST_ARGS)
 
-# The tests of several processes that are in make test, but for one whose model computes with NumPy.
+# What make test has of them on the CPU.
 test-npu: $(VENV)/.installed-dev
-	FLEXTRAIN_TEST_DEVICE=npu $(PYTEST) tests/mesh -m "processes and not full" \
-		--deselect 'tests/mesh/test_context.py::test_refused_at_the_first_batch[causes]'
+	FLEXTRAIN_TEST_DEVICE=npu $(PYTEST) tests/mesh tests/parity -m "processes and not full"
 
 # Measures on the machine at hand, and puts the result into benchmarks/results/ and docs/benchmarks.md.
 bench: $(VENV)/.installed-bench

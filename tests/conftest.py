@@ -48,7 +48,9 @@ IMPORTS = [
 ]
 
 # Tests with one of these fixtures have the marker ``processes``, as all have that are ``distributed``.
-PROCESS_FIXTURES = frozenset({"workers", "run_example", "simulated_npu", "wheel_files"})
+PROCESS_FIXTURES = frozenset({"workers", "run_example", "simulated_npu", "wheel_files"}) | (
+    {"on_device"} if os.environ.get("FLEXTRAIN_TEST_DEVICE", "cpu") != "cpu" else set()
+)
 
 WorkerFactory = Callable[[int], "WorkerGroup"]
 
@@ -118,6 +120,15 @@ def workers() -> Iterator[WorkerFactory]:
     yield group_of
     for group in groups.values():
         group.close()
+
+
+@pytest.fixture
+def on_device(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """``on_device(function, *args)`` calls it in a process that has the device of tests: this one has the CPU."""
+    if os.environ.get("FLEXTRAIN_TEST_DEVICE", "cpu") == "cpu":
+        return lambda function, *args: function(*args)
+    group = request.getfixturevalue("workers1")
+    return lambda function, *args: group.run(function, *args)[0]
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,14 @@ from ...core.torch_compat.dtensor_private import (
     settle_root,
     settle_unit,
 )
-from ...core.torch_compat.torch_private import apply_to_tensors, gradient_hooks, has_values, swappable, with_values
+from ...core.torch_compat.torch_private import (
+    DeviceFollower,
+    apply_to_tensors,
+    gradient_hooks,
+    has_values,
+    swappable,
+    with_values,
+)
 from ...optim.gradients import average
 from ...optim.wrapper import OptimWrapper
 from ..base import NOTHING, EvalStep, Optim, Strategy, kept_gradients
@@ -472,6 +479,9 @@ class FSDPStrategy(Strategy):
             home = torch.device("cpu") if on_host else self.device
             # Buffers have their memory already.
             apply_to_tensors(model, lambda t: torch.zeros_like(t, device=home) if t.is_meta else t)
+        for module in model.modules():
+            if isinstance(module, DeviceFollower):  # of batches, which are on the device wherever parameters are
+                module.device = self.device
         self._without_memory.initialise(model, _gather, _scatter)
 
     def _keep_order(self, roots: Sequence[nn.Module], names: dict[int, str], data: DataShard) -> None:

@@ -92,20 +92,29 @@ class Keys(nn.Module):
         return {"loss": self.layer(images.mean().view(1, 1)).sum()}
 
 
-def streams_of_a_run(folder: Path, model: Any) -> int:
+def streams_of_a_run(folder: Path, model: Any, strategy: Any) -> int:
     import torch_npu
 
     before = torch_npu._sim.recorded_streams()
     changes = {} if model is None else {"model": model}
-    runner = make_runner(folder, dict(type="NPUStrategy"), 1, train_cfg=dict(max_epochs=1), **changes)
+    runner = make_runner(folder, strategy, 1, train_cfg=dict(max_epochs=1), **changes)
     runner.train()
     runner.strategy.leave()
     return int(torch_npu._sim.recorded_streams() - before)
 
 
-@pytest.mark.parametrize("model", [None, Keys], ids=["without preprocessor", "with one"])
-def test_a_run_copies_its_batches_on_their_own_stream(npu1: Any, tmp_path: Path, model: Any) -> None:
-    assert npu1.run(streams_of_a_run, tmp_path, model) == [16]  # two tensors of each of eight batches
+NPU, FSDP = dict(type="NPUStrategy"), dict(type="FSDPStrategy", device="npu")
+
+
+@pytest.mark.parametrize(
+    "strategy, model",
+    [(NPU, None), (NPU, Keys), (FSDP, Keys), (FSDP, Keys()), ({**FSDP, "cpu_offload": True}, Keys)],
+    ids=["without preprocessor", "with one", "fsdp", "fsdp, instance", "fsdp, parameters on the host"],
+)
+def test_a_run_copies_its_batches_on_their_own_stream(
+    npu1: Any, tmp_path: Path, model: Any, strategy: dict[str, Any]
+) -> None:
+    assert npu1.run(streams_of_a_run, tmp_path, model, strategy) == [16]  # two tensors of each of eight batches
 
 
 def state(seed: int) -> dict[str, Tensor]:

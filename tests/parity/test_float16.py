@@ -15,6 +15,8 @@ from flextrain.testing.loop import Trace, train, windows
 from flextrain.testing.models import Batch, Mlp, SmallModel, TinyTransformer
 from flextrain.testing.sessions import run, single_device, started, whole_model
 
+from ..device import DEVICE
+
 pytestmark = pytest.mark.distributed
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -42,11 +44,11 @@ def compare(strategy: dict[str, Any], model: type[SmallModel], options: dict[str
     """In a worker: train under the strategy and alone, and hold one against the other."""
     epoch = windows([model.sample(8, seed) for seed in range(6)], options.get("accumulative_counts", 1))
     data = (epoch * UPDATES)[:UPDATES]
-    with single_device(wrapper(**options), model) as single:
+    with single_device(wrapper(**options), model, device=DEVICE) as single:
         before = whole_model(single.strategy)
         expected = train(single.strategy, single.model, single.optim, data)
         weights = whole_model(single.strategy)
-    with started(strategy, wrapper(**options), model) as session:
+    with started({**strategy, "device": DEVICE}, wrapper(**options), model) as session:
         found = train(session.strategy, session.model, session.optim, data)
         found_weights = whole_model(session.strategy)
     same_numbers(found.losses, expected.losses, "the loss", FLOAT16)
@@ -90,7 +92,8 @@ def strained_batches(kind: int) -> list[list[Batch]]:
 def overflow(strategy: dict[str, Any] | None, optimizer: dict[str, Any], kind: int) -> tuple[Any, ...]:
     """In a worker: which updates were skipped, which of them left all weights as they were, and the scale at the end."""
     made = wrapper(optimizer=optimizer, accumulative_counts=2, clip_grad=dict(max_norm=10.0))
-    with started(strategy, made, Strained) if strategy else single_device(made, Strained) as session:
+    alone = single_device(made, Strained, device=DEVICE)
+    with alone if strategy is None else started({**strategy, "device": DEVICE}, made, Strained) as session:
         found = run(session, strained_batches(kind))
         pairs = zip(found.weights, found.weights[1:], strict=False)
         still = [all(torch.equal(old[key], new[key]) for key in old) for old, new in pairs]

@@ -13,6 +13,8 @@ from flextrain.testing.loop import train
 from flextrain.testing.models import TinyTransformer
 from flextrain.testing.sessions import started
 
+from ..device import DEVICE
+
 pytestmark = pytest.mark.distributed
 
 SGD = dict(type="SGD", lr=0.02)
@@ -22,7 +24,7 @@ ZERO = [dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=stage)) for 
 def norm_before_the_update(strategy: dict[str, Any], optim: OptimWrapper) -> tuple[float, dict[str, Any]]:
     """Of the gradients as backward leaves them, and the state of the wrapper after the update."""
     norms: list[float] = []
-    with started(strategy, optim, TinyTransformer) as session:
+    with started({**strategy, "device": DEVICE}, optim, TinyTransformer) as session:
         session.optim.register_step_pre_hook(
             lambda wrapper: norms.append(float(gradients.total_norm(gradients.gradients(wrapper.param_groups))))
         )
@@ -51,7 +53,7 @@ def reported(strategy: dict[str, Any]) -> tuple[float, float]:
         AmpOptimWrapper(SGD, dtype="bfloat16", clip_grad=dict(max_norm=1e3)),
         OptimWrapper(SGD, clip_grad=dict(max_norm=1e3)),
     ):
-        with started(strategy, optim, TinyTransformer) as session:
+        with started({**strategy, "device": DEVICE}, optim, TinyTransformer) as session:
             trace = train(session.strategy, session.model, session.optim, [[TinyTransformer.sample(8, seed=0)]])
             assert session.optim.plain_values() == {}
             # A scale that the engine divides by itself does not show in the norm.

@@ -21,6 +21,8 @@ from flextrain.testing.loop import Trace, train, windows
 from flextrain.testing.models import Batch, ConvNet, HalfFrozen, Mlp, SmallModel, TinyTransformer
 from flextrain.testing.sessions import Session, single_device, started, whole_model
 
+from ..device import DEVICE
+
 pytestmark = pytest.mark.distributed
 
 Weights = dict[str, Tensor]
@@ -140,7 +142,7 @@ def trained(session: Session, data: list[list[Batch]]) -> tuple[Trace, Weights]:
 def alone(model: type[SmallModel], name: str, updates: int) -> tuple[Trace, Weights, Weights, list[str]]:
     """On a single device, once in each process: what happened, all weights before and after, and the names of those trained."""
     recipe = RECIPES[name]
-    with single_device(recipe.optim(), model) as single:
+    with single_device(recipe.optim(), model, device=DEVICE) as single:
         before = whole_model(single.strategy)
         expected, weights = trained(single, global_windows(model, recipe, updates))
         trainable = [f"model.{name}" for name, p in single.strategy.module.named_parameters() if p.requires_grad]
@@ -153,7 +155,7 @@ def compare(strategy: dict[str, Any], model: type[SmallModel], name: str, update
     data = global_windows(model, recipe, updates)
     tolerance = recipe.tolerance(strategy)
     expected, before, weights, trainable = alone(model, name, updates)
-    with started(strategy, recipe.optim(), model) as session:
+    with started({**strategy, "device": DEVICE}, recipe.optim(), model) as session:
         found, found_weights = trained(session, data)
     same_numbers(found.losses, expected.losses, "the loss", tolerance)
     same_numbers(found.grad_norms, expected.grad_norms, "the gradient norm", tolerance)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import AmpOptimWrapper, FlexibleRunner, Hook, OptimWrapper
+from flextrain.core.device.device import to_device
 from flextrain.testing.loop import Trace, train, windows
 from flextrain.testing.models import Batch, ConvNet, HalfFrozen, Mlp, SmallModel, TinyTransformer
 from flextrain.testing.sessions import SEED, single_device
 
+from ..device import DEVICE
+
 ADAMW = dict(type="AdamW", lr=2e-3, weight_decay=0.05)
 MOMENTUM = dict(type="SGD", lr=0.02, momentum=0.9, weight_decay=1e-3)
 UPDATES = 12
+
+OnDevice = Callable[..., Any]
 
 
 def plain_loop(
@@ -28,14 +33,14 @@ def plain_loop(
     dtype: torch.dtype | None = None,
 ) -> Trace:
     arguments = {key: value for key, value in optimizer.items() if key != "type"}
-    optim = getattr(torch.optim, optimizer["type"])(model.parameters(), **arguments)
+    optim = getattr(torch.optim, optimizer["type"])(model.to(DEVICE).parameters(), **arguments)
     trace = Trace()
     model.train()
-    for window in data:
+    for window in to_device(data, torch.device(DEVICE)):
         total = sum(int((batch["y"] != -100).sum()) for batch in window)
         loss_of_window = 0.0
         for batch in window:
-            with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            with torch.autocast(DEVICE, dtype or torch.bfloat16, enabled=dtype is not None):
                 loss = model(**batch)["loss"]
             loss = loss * (int((batch["y"] != -100).sum()) / total)
             loss.backward()
@@ -64,6 +69,16 @@ def plain_loop(
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("model_class", [Mlp, ConvNet, TinyTransformer, HalfFrozen])
 def test_single_device_is_a_plain_loop(
+    on_device: OnDevice,
+    model_class: type[SmallModel],
+    accumulate: int,
+    optimizer: dict[str, Any],
+    clip: dict[str, Any] | None,
+) -> None:
+    on_device(compare, model_class, accumulate, optimizer, clip)
+
+
+def compare(
     model_class: type[SmallModel], accumulate: int, optimizer: dict[str, Any], clip: dict[str, Any] | None
 ) -> None:
     epoch = windows([model_class.sample(count, seed) for seed, count in enumerate((8, 8, 8, 8, 8, 3))], accumulate)
@@ -75,7 +90,7 @@ def test_single_device_is_a_plain_loop(
     wrapper = OptimWrapper(
         optimizer, accumulative_counts=accumulate, clip_grad=None if clip is None else {**kind, **clip}
     )
-    with single_device(wrapper, model_class) as session:
+    with single_device(wrapper, model_class, device=DEVICE) as session:
         found = train(session.strategy, session.model, session.optim, data)
         # The loop here weighs a micro-batch with one factor, the other one with two: they round differently.
         assert found.losses == pytest.approx(expected.losses, rel=1e-6)
@@ -85,14 +100,20 @@ def test_single_device_is_a_plain_loop(
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_bfloat16_is_torchs_autocast() -> None:
+def test_bfloat16_is_torchs_autocast(on_device: OnDevice) -> None:
+    found, expected = on_device(losses_in_bfloat16)
+    assert found == expected
+
+
+def losses_in_bfloat16() -> tuple[list[float], list[float]]:
+    """Found, and those of torch's autocast."""
     data = [[TinyTransformer.sample(8, seed)] for seed in range(UPDATES)]
     torch.manual_seed(SEED)
     model = TinyTransformer()
     expected = plain_loop(model, ADAMW, data, dtype=torch.bfloat16)
-    with single_device(AmpOptimWrapper(ADAMW, dtype="bfloat16"), TinyTransformer) as session:
+    with single_device(AmpOptimWrapper(ADAMW, dtype="bfloat16"), TinyTransformer, device=DEVICE) as session:
         found = train(session.strategy, session.model, session.optim, data)
-    assert found.losses == expected.losses
+    return found.losses, expected.losses
 
 
 class Unweighted(TinyTransformer):
@@ -111,7 +132,11 @@ class Losses(Hook):
         self.lrs.append(runner.optim_wrapper.param_groups[0]["lr"])
 
 
-def test_the_runner_is_a_plain_loop(tmp_path: Path) -> None:
+def test_the_runner_is_a_plain_loop(on_device: OnDevice, tmp_path: Path) -> None:
+    on_device(compare_runner, tmp_path)
+
+
+def compare_runner(folder: Path) -> None:
     samples = Unweighted.sample(43, 0)
     items = [{name: values[i] for name, values in samples.items()} for i in range(43)]
     torch.manual_seed(SEED)
@@ -120,8 +145,8 @@ def test_the_runner_is_a_plain_loop(tmp_path: Path) -> None:
     hook = Losses()
     runner = FlexibleRunner(
         model=twin,
-        work_dir=tmp_path,
-        strategy=dict(type="SingleDeviceStrategy", device="cpu"),
+        work_dir=folder,
+        strategy=dict(type="SingleDeviceStrategy", device=DEVICE),
         # Six batches, the last of three samples, in windows of four and two.
         train_dataloader=dict(dataset=items, batch_size=8, shuffle=False, collate_fn=dict(type="default_collate")),
         # Nothing that forgets the size of a gradient: neither Adam nor clipping.
@@ -133,9 +158,9 @@ def test_the_runner_is_a_plain_loop(tmp_path: Path) -> None:
     )
     runner.train()
 
-    optim = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
+    optim = torch.optim.SGD(model.to(DEVICE).parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
     decay = torch.optim.lr_scheduler.ExponentialLR(optim, 0.9)
-    batches = [{name: values[i : i + 8] for name, values in samples.items()} for i in range(0, 43, 8)]
+    batches = [{name: values[i : i + 8].to(DEVICE) for name, values in samples.items()} for i in range(0, 43, 8)]
     expected, lrs = [], []
     for window in (batches[:4], batches[4:]) * 5:
         losses = [model(**batch)["loss"] for batch in window]

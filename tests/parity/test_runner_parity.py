@@ -24,6 +24,8 @@ from flextrain.testing.loop import alone
 from flextrain.testing.models import ConformanceNet, ConvNet, Mlp, TinyTransformer
 from flextrain.testing.sessions import whole_model
 
+from ..device import DEVICE
+
 pytestmark = pytest.mark.distributed
 
 SAMPLES = 44  # five global batches of 8 and one of 4
@@ -78,6 +80,7 @@ class OwnTrainStep(BaseModel):
         self.net = Mlp()
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        data = self.data_preprocessor(data, True)
         with optim_wrapper.optim_context(self):
             loss = self.net(**data)["loss"]
         optim_wrapper.update_params(loss)
@@ -95,6 +98,7 @@ class TwoPlayers(BaseModel):
         self.judge = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapperDict) -> dict[str, Tensor]:
+        data = self.data_preprocessor(data, True)
         logits = self.player.logits(data["x"])
         confidence = functional.log_softmax(logits, -1).gather(1, data["y"][:, None])
         loss_judge = (self.judge(logits.detach()) - confidence.detach()).square().mean()
@@ -121,7 +125,7 @@ def dataset(
 
 
 @contextlib.contextmanager
-def runner(strategy: dict[str, Any] | None, folder: Path, world_size: int, model: Any, **options: Any) -> Iterator[Any]:
+def runner(strategy: dict[str, Any], folder: Path, world_size: int, model: Any, **options: Any) -> Iterator[Any]:
     """A runner whose batches over all processes are those of one process; torn down at the end."""
     data = dict(dataset=dataset(model, SAMPLES, 0, **options.pop("data", {})), collate_fn=dict(type="default_collate"))
     held_out = dict(dataset=dataset(model, 21, 1), collate_fn=dict(type="default_collate"), batch_size=2)
@@ -130,7 +134,7 @@ def runner(strategy: dict[str, Any] | None, folder: Path, world_size: int, model
     made = FlexibleRunner(
         model=model,
         work_dir=folder,
-        strategy=strategy,
+        strategy={**strategy, "device": DEVICE},
         train_dataloader=dict(
             batch_size=BATCH // world_size, sampler=dict(type="DefaultSampler", shuffle=True), **data
         ),
@@ -157,7 +161,7 @@ class Result:
     metrics: dict[str, Any]
 
 
-def run(strategy: dict[str, Any] | None, folder: Path, world_size: int, **options: Any) -> Result:
+def run(strategy: dict[str, Any], folder: Path, world_size: int, **options: Any) -> Result:
     with runner(strategy, folder, world_size, **options) as made:
         made.train()
         metrics = made.val() if options.get("validates") else {}
@@ -168,7 +172,7 @@ def run(strategy: dict[str, Any] | None, folder: Path, world_size: int, **option
 def of_one_process(case: str) -> Result:
     """The run of one process, which every worker makes for itself, once for all strategies."""
     with alone(), tempfile.TemporaryDirectory() as folder:
-        return run(None, Path(folder), 1, **CASES[case])
+        return run(dict(type="SingleDeviceStrategy"), Path(folder), 1, **CASES[case])
 
 
 def both(strategy: dict[str, Any], folder: Path, case: str) -> tuple[Result, Result]:
