@@ -56,6 +56,11 @@ def check_no_max_norm(model: nn.Module, strategy: str) -> None:
             )
 
 
+def computes_in_float8(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of torchao that computes in float8, which needs no import of torchao."""
+    return any(kind.__module__ == "torchao.float8.float8_linear" for kind in type(module).__mro__)
+
+
 def has_shards(parameter: nn.Parameter) -> bool:
     """Return whether a parameter can be divided: it has a dimension, and elements."""
     return parameter.ndim > 0 and parameter.numel() > 0
@@ -77,6 +82,11 @@ def check_not_quantised(model: nn.Module, strategy: str) -> None:
     """Raise StrategyError if a parameter is of a package whose tensors are more than numbers in rows."""
     for name, parameter in model.named_parameters():
         if type(parameter).__module__.partition(".")[0] in QUANTISERS:
+            if hasattr(parameter, "fsdp_pre_all_gather"):
+                raise StrategyError(
+                    f"model.{name}: is a {type(parameter).__name__}, which torchao makes with enable_fsdp_float8_all_gather=True; leave "
+                    "that out, FSDPStrategy gathers weights of Float8Linear in float8 by itself"
+                )
             raise StrategyError(
                 f"model.{name}: is quantised ({type(parameter).__name__}), which {strategy} cannot share between processes; train "
                 "on one device, or leave the weights as they are"

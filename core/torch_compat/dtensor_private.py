@@ -322,12 +322,60 @@ def _reduce_filled(group: Any, reduce: Callable[..., None], takes_part: Any, not
         if whole.grad is not None or each.unsharded_accumulated_grad is not None:
             given.append(each.sharded_param)
         elif takes_part(each.sharded_param):
-            whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None) or whole.dtype)
+            whole.grad = _zeros_like(whole, getattr(whole, "grad_dtype", None) or whole.dtype)
             if each.sharded_param.grad is None:
                 filled.append(each.sharded_param)
     reduce(*unused)
     if given or filled:
         note(given, filled)
+
+
+def _zeros_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros of the layout of a gathered parameter, which may be of a class that has no ``zeros_like``."""
+    own = local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
+    zeros = torch.zeros(own.shape, dtype=dtype, device=own.device)
+    return laid_out_as(parameter, zeros) if isinstance(parameter, DTensor) else zeros
+
+
+def gather_as(
+    unit: nn.Module, choose: Callable[[nn.Module, str], Callable[[Tensor], Tensor] | None]
+) -> list[tuple[DTensor, Any]]:
+    """Let an FSDP unit gather parameters as tensors of another class, while what it shards stays of torch's own. 2.11, 2.15.
+
+    FSDP has methods for it that a shard's class can define, ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+
+    Args:
+        choose: called with the module and the name in it of each parameter that no other module shares. It returns what makes, of
+            this process's shard with padding, a tensor of a class with these methods; or None. Attribute ``scale`` of what it
+            returns is looked at: another object there makes another tensor.
+
+    Returns:
+        The sharded parameters with what was chosen for them.
+    """
+    found = []
+    for group in _groups(unit):
+        kind = _gathered_in_own_way(type(group.fsdp_params[0]))
+        for each in group.fsdp_params:
+            info = each._module_info
+            chosen = None if info.shared_modules else choose(info.module, info.param_name)
+            if chosen is not None:
+                each.__class__ = kind
+                each.make_own, each.made_of, each.made = chosen, (), None
+                each._init_extensions()
+                found.append((each.sharded_param, chosen))
+    return found
+
+
+def _gathered_in_own_way(kind: Any) -> Any:
+    """The class of FSDP's parameters, which looks for the methods at a tensor that is made for it."""
+
+    def shard(self: Any) -> Tensor:
+        made_of = (self._sharded_param_data, self.make_own.scale)
+        if any(new is not old for new, old in zip(made_of, self.made_of or (None, self), strict=True)):
+            self.made_of, self.made = made_of, self.make_own(made_of[0].view(self.padded_sharded_param_size))
+        return cast(Tensor, self.made)
+
+    return type(kind.__name__, (kind,), {"_sharded_local_tensor": property(shard)})
 
 
 def hook_before_freeing(unit: nn.Module, hook: Callable[..., Any]) -> None:

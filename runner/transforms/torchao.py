@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,16 +24,22 @@ _INPUTS = 16
 
 @TRANSFORMS.register_module()
 class Float8Training:
-    """Computes linear layers in float8 by torchao; parameters keep their dtype and names.
+    """Computes linear layers in float8 by torchao; parameters, their names and what checkpoints hold stay as they are.
+
+    The weight, the input and the gradient of the output are rounded to float8 before they are multiplied, each with scales made
+    of its largest values; sums and outputs have the dtype of the input. Evaluation computes so too. FSDP gathers such weights
+    as one byte for each number, if ``recipe`` scales them as a whole.
 
     Args:
-        recipe: how values are scaled: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
+        recipe: what has a scale of its own: "tensorwise": a tensor; "rowwise": a row; "rowwise_with_gw_hp": the same, and the
+            gradient of the weight is multiplied in high precision.
         patterns: names of linear layers or of modules around them, globs; default: all.
         but: names of those that stay as they are, such as ``"lm_head"``.
-        emulate: True: compute the same in float32, on any device, to try it out.
+        emulate: True: round to float8, and multiply in float32, on any device, to try it out.
 
     Raises:
-        ConfigError: torchao is not installed, the GPU has no float8, or a layer's widths are no multiples of 16.
+        ConfigError: torchao is not installed, the GPU has no float8, a layer's widths are no multiples of 16, or it is no
+            torch.nn.Linear itself but of a class derived from it.
 
     Source: https://github.com/pytorch/ao/tree/main/torchao/float8
 
@@ -51,21 +58,18 @@ class Float8Training:
     ) -> None:
         self._where, self._emulate = where, emulate
         float8 = import_extra("torchao.float8", "torchao", where)
-        names = [each.value for each in import_extra("torchao.float8.config", "torchao", where).Float8LinearRecipeName]
+        names = [each.value for each in float8.Float8LinearRecipeName]
         if recipe not in names:
             raise ConfigError(
                 f'{where}.recipe: "{recipe}" is not allowed, choose {one_of(names)}{suggest(recipe, names)}'
             )
-        if emulate and recipe != "tensorwise":
-            raise ConfigError(f'{where}.emulate: True is not possible with recipe="{recipe}", choose "tensorwise"')
-        self._config = (
-            float8.Float8LinearConfig(emulate=True) if emulate else float8.Float8LinearConfig.from_recipe_name(recipe)
-        )
+        self._config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
         self._chosen = _Layers(patterns, but, where)
 
-    def __call__(self, module: nn.Module) -> nn.Module:
-        """Replace the layers."""
-        float8 = import_extra("torchao.float8", "torchao", self._where)
+    def __call__(self, module: nn.Module) -> None:
+        """Change the layers in place, which keep their hooks and all that is theirs."""
+        from .float8_linear import to_float8
+
         chosen = self._chosen.of(module)
         if not self._emulate and (not torch.cuda.is_available() or torch.cuda.get_device_capability() < _FLOAT8):
             raise ConfigError(
@@ -73,15 +77,20 @@ class Float8Training:
                 "on any device, slowly"
             )
         for name, layer in chosen.items():
-            if layer.in_features % _INPUTS or layer.out_features % _INPUTS:
-                raise ConfigError(
-                    f"{self._where}: {name} has {layer.in_features} inputs and {layer.out_features} outputs, float8 needs multiples of "
-                    f'{_INPUTS}; leave it out with but=["{name}"]'
-                )
-        changed: nn.Module = float8.convert_to_float8_training(
-            module, module_filter_fn=lambda _, name: name in chosen, config=self._config
-        )
-        return changed
+            if why := _unfit(layer):
+                raise ConfigError(f'{self._where}: {name} {why}; leave it out with but=["{name}"]')
+        for layer in chosen.values():
+            to_float8(layer, self._config)
+
+
+def _unfit(layer: nn.Linear) -> str:
+    """Why a layer cannot compute in float8; empty if it can."""
+    if type(layer) is not nn.Linear:  # its own forward would be lost, and that of MultiheadAttention is never called
+        return f"is a {type(layer).__name__}, float8 takes the place of the forward of torch.nn.Linear only"
+    if layer.in_features % _INPUTS or layer.out_features % _INPUTS:
+        sizes = f"{layer.in_features} inputs and {layer.out_features} outputs"
+        return f"has {sizes}, float8 needs multiples of {_INPUTS}"
+    return ""
 
 
 @TRANSFORMS.register_module()

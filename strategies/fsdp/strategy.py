@@ -19,8 +19,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from ...core.base.errors import StrategyError
+from ...core.base.errors import StrategyError, counted
 from ...core.base.registry import STRATEGIES
+from ...core.base.tensors import parts_of
 from ...core.base.trees import tree_map_only
 from ...core.checkpoint.chunks import fill, full_tensor
 from ...core.comm import collectives as dist
@@ -54,6 +55,7 @@ from ..recomputation import compile_in_place
 from ..sharding import ShardedOptimizers, check_dense, check_no_max_norm, check_real, has_shards, make_contiguous
 from ..without_memory import ModelWithoutMemory, give_memory
 from .config import FSDPConfig
+from .float8_weights import Float8Weights
 from .units import check_one_dtype, choose_roots, choose_units, described, freed_after_forward, prefetch
 
 # Around FSDP's micro-batches: errors that end one in the middle, and the layout of gradients after one.
@@ -180,7 +182,7 @@ def _sums(keys: Sequence[tuple[nn.Module, str]], names: dict[int, str]) -> dict[
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for module, key in keys:
         parameter = getattr(module, key)
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = next(parts_of(parameter), parameter)  # what was gathered of it
         if local.ndim and local.numel() and local.dtype.itemsize in _WORDS:
             name = f"{names.get(id(module), '')}.{key}".lstrip(".")
             words = local.detach().contiguous().view(-1).view(_WORDS[local.dtype.itemsize])
@@ -324,6 +326,7 @@ class FSDPStrategy(Strategy):
         self._sharded: ShardedOptimizers | None = None
         self._noting = NotingErrors()
         self._used: UsedParameters | None = None
+        self._float8: Float8Weights | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -362,6 +365,8 @@ class FSDPStrategy(Strategy):
             self._sharded.check(wrapper)
             if self._used is not None:
                 self._used.register(wrapper)
+            if self._float8 is not None:
+                wrapper.register_step_pre_hook(lambda _, weights=self._float8: weights.forget())  # type: ignore[misc]
             own = [p for group in wrapper.param_groups for p in group["params"] if p in self._whole]
             if own:
                 data = self._averaged_over()
@@ -456,6 +461,7 @@ class FSDPStrategy(Strategy):
             settle_unit(unit)
             if not self.config.compile:
                 watch_first_forward(unit, names)
+        self._gather_float8(roots)
         # Only by values do processes take different ways through the model.
         if (data := self._averaged_over()).count > 1 and all(map(has_values, model.parameters())):
             self._used = UsedParameters(model, (*self._units, *roots), data, self.device, self.topology.rank)
@@ -468,6 +474,26 @@ class FSDPStrategy(Strategy):
         for root in roots:
             root.register_forward_hook(self._leave_root, always_call=True)
         return model
+
+    def _gather_float8(self, roots: Sequence[nn.Module]) -> None:
+        """Let weights of layers that compute in float8 be gathered so; their scales are found once between two updates."""
+        freed = self.config.reshards
+        if freed is not None and not isinstance(freed, bool):  # shards of a part of the processes have no other form
+            return
+        weights = Float8Weights((*self._units, *roots), self.device)
+        if not len(weights):
+            return
+        self._float8 = weights
+        _logger.info(f"Gathered in float8: {counted(len(weights), 'weight')} of layers that compute so")
+
+        def scale(root: nn.Module, args: Any) -> None:
+            # Outside of an update or evaluation somebody may have changed weights since.
+            if not (weights.have_scales and self._noting.is_open):
+                weights.scale()
+
+        for root in roots:
+            hook = torch.compiler.disable(scale) if self.config.compile else scale  # type: ignore[no-untyped-call]
+            root.register_forward_pre_hook(hook, prepend=True)  # before FSDP's
 
     def _materialize(self, model: nn.Module, *, on_host: bool) -> None:
         """Allocate this process's shard of every parameter that has no memory, and initialise it as the constructor does."""
@@ -620,7 +646,10 @@ class FSDPStrategy(Strategy):
             settle_root(cast(nn.Module, root))
         self._unsettled = []
         with self._noting:
-            return super().evaluate(batch, step)
+            found = super().evaluate(batch, step)
+        if self._float8 is not None:  # a checkpoint or a hook may change the weights before the next batch
+            self._float8.forget()
+        return found
 
     def abort_update(self) -> None:
         """See Strategy."""
@@ -660,7 +689,7 @@ class FSDPStrategy(Strategy):
     def leave(self) -> None:
         """See Strategy."""
         super().leave()
-        self._units, self._roots, self._unsettled, self._used = [], [], [], None
+        self._units, self._roots, self._unsettled, self._used, self._float8 = [], [], [], None, None
 
 
 @construct.register(FSDPStrategy)

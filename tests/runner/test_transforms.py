@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -339,6 +342,84 @@ def test_float8_is_emulated_on_any_device(tmp_path: Path) -> None:
     assert 0 < difference < 0.1
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def float8(model: nn.Module, **options: Any) -> nn.Module:
+    from flextrain.runner.transforms.torchao import Float8Training
+
+    Float8Training(emulate=True, **options)(model)
+    return model
+
+
+def test_a_layer_in_float8_keeps_its_hooks_and_its_modules() -> None:
+    pytest.importorskip("torchao")
+    layer, seen = nn.Linear(16, 16), []
+    layer.register_forward_hook(lambda *_: seen.append(1))
+    model = nn.Sequential(layer, nn.Sequential(layer))
+    x = torch.randn(4, 16)
+    float32 = model(x)
+    assert isinstance(float8(model), nn.Sequential)
+    assert model[0] is model[1][0] is layer
+    found = model(x)
+    assert len(seen) == 4
+    assert 0 < (found - float32).abs().max() < 0.2
+    assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias"]
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(x), found)
+    assert type(copied[0]) is type(layer)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("shape", [(0, 16), (1, 16), (16,), (3, 5, 16), (2, 16, 16)])
+def test_float8_of_any_number_of_rows(recipe: str, shape: tuple[int, ...]) -> None:
+    torchao = pytest.importorskip("torchao.float8")
+    torch.manual_seed(0)
+    layer, x = nn.Linear(16, 32), torch.randn(shape, requires_grad=True)
+    config = dataclasses.replace(torchao.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    theirs = torchao.convert_to_float8_training(copy.deepcopy(layer), config=config)
+    ours = cast(nn.Linear, float8(layer, recipe=recipe))
+    found = ours(x)
+    assert found.shape == (*shape[:-1], 32)
+    weight, given = torch.autograd.grad(found.square().sum(), (ours.weight, x))
+    assert given.shape == shape
+    assert weight.isfinite().all()
+    if x.numel():
+        expected = theirs(x)
+        for one, other in zip(
+            (weight, given), torch.autograd.grad(expected.square().sum(), (theirs.weight, x)), strict=True
+        ):
+            torch.testing.assert_close(one, other)
+        torch.testing.assert_close(found, expected)
+
+
+def test_float8_heeds_autocast_of_any_device() -> None:
+    pytest.importorskip("torchao")
+    layer = float8(nn.Linear(16, 16))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(torch.randn(16, 16))
+    assert found.dtype is torch.bfloat16
+    found.sum().backward()
+    assert next(layer.parameters()).grad.dtype is torch.float32  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (lambda: nn.Sequential(Doubled(16, 16)), "0 is a Doubled, float8 takes the place of the forward of torch.nn.Linear only"),
+        (lambda: nn.TransformerEncoderLayer(16, 2), "self_attn.out_proj is a NonDynamicallyQuantizableLinear, float8 takes"),
+        (lambda: nn.Sequential(nn.Linear(16, 8)), "0 has 16 inputs and 8 outputs, float8 needs multiples of 16; leave it out "),
+    ],
+)  # fmt: skip
+def test_layers_that_cannot_compute_in_float8(model: Callable[[], nn.Module], message: str) -> None:
+    pytest.importorskip("torchao")
+    with pytest.raises(ConfigError) as caught:
+        float8(model())
+    assert str(caught.value).startswith(f"Float8Training: {message}")
+
+
 def test_a_quantised_base_under_adapters(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     pytest.importorskip("peft", minversion="0.20")  # earlier ones want the quantiser of transformers
@@ -474,7 +555,6 @@ WRONG: list[tuple[Any, str]] = [
     ([lora(init_lora_weights="loftq")], "transforms[0]: "),
     ([lora(), lora()], "transforms[1]: the model has adapters already (default), LoRA adds one adapter"),
     ([dict(type="Float8Training", recipe="tensorwize")], 'transforms[0].recipe: "tensorwize" is not allowed, choose'),
-    ([dict(type="Float8Training", emulate=True, recipe="rowwise")], "transforms[0].emulate: True is not possible with"),
     (
         [dict(type="Float8Training", emulate=True)],
         "transforms[0]: first has 6 inputs and 16 outputs, float8 needs multiples",
