@@ -56,6 +56,10 @@ def check_no_max_norm(model: nn.Module, strategy: str) -> None:
             )
 
 
+FLOAT8_WIDTHS = 16
+"""Kernels that multiply float8 need widths that this number divides."""
+
+
 def computes_in_float8(module: nn.Module) -> bool:
     """Whether a module is a linear layer of torchao that computes in float8, which needs no import of torchao."""
     return any(kind.__module__ == "torchao.float8.float8_linear" for kind in type(module).__mro__)

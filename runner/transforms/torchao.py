@@ -13,13 +13,12 @@ from ...core.base.config import check_call
 from ...core.base.errors import ConfigError, one_of, suggest
 from ...core.base.registry import TRANSFORMS
 from ...core.checkpoint.untrusted import one_line
+from ...strategies.sharding import FLOAT8_WIDTHS
 from ..reporting.reporter import import_extra
 from .freeze import compiled, matching
 
 _FLOAT8 = (8, 9)
 """The compute capability from which on GPUs multiply float8."""
-_INPUTS = 16
-"""Float8 kernels need widths that this number divides."""
 
 
 @TRANSFORMS.register_module()
@@ -87,9 +86,9 @@ def _unfit(layer: nn.Linear) -> str:
     """Why a layer cannot compute in float8; empty if it can."""
     if type(layer) is not nn.Linear:  # its own forward would be lost, and that of MultiheadAttention is never called
         return f"is a {type(layer).__name__}, float8 takes the place of the forward of torch.nn.Linear only"
-    if layer.in_features % _INPUTS or layer.out_features % _INPUTS:
+    if layer.in_features % FLOAT8_WIDTHS or layer.out_features % FLOAT8_WIDTHS:
         sizes = f"{layer.in_features} inputs and {layer.out_features} outputs"
-        return f"has {sizes}, float8 needs multiples of {_INPUTS}"
+        return f"has {sizes}, float8 needs multiples of {FLOAT8_WIDTHS}"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
 from flextrain import BaseMetric, FlexibleRunner, StrategyError
+from flextrain.core.checkpoint import export_weights
 from flextrain.runner.hooks import Hook
 from flextrain.strategies.fsdp.float8_weights import Float8Weights
 from flextrain.testing import WorkerGroup
@@ -57,6 +60,14 @@ class Tied(Net):
     def __init__(self) -> None:
         super().__init__()
         self.head.weight = self.table.weight
+
+
+class Sometimes(Net):
+    """Which blocks it uses depends on the samples."""
+
+    def forward(self, words: Tensor, after: Tensor) -> dict[str, Tensor]:
+        found = self.blocks[int(words.sum() % 2)](self.table(words))
+        return {"loss": functional.cross_entropy(self.head(found).flatten(0, 1), after.flatten())}
 
 
 class Texts(Dataset[dict[str, Tensor]]):
@@ -127,6 +138,13 @@ TP: dict[str, Any] = dict(type="MeshStrategy", tp=2, plan=PLAN)
 BFLOAT16 = dict(type="AmpOptimWrapper", dtype="bfloat16")
 
 
+LORA = dict(type="LoRA", r=4, target_modules=["up", "down"], init_lora_weights=False)
+
+
+ADAPTED = [LORA, dict(FLOAT8, but="*.lora_*")]
+INNER = {f"{name}.base_layer" if "blocks" in name else name: style for name, style in PLAN.items()}
+
+
 def zero(stage: int) -> dict[str, Any]:
     return dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=stage))
 
@@ -144,6 +162,9 @@ FULL, DEEPSPEED = pytest.mark.full, pytest.mark.deepspeed
         pytest.param(2, 2, dict(FSDP, compile=dict(backend="aot_eager")), {}, id="fsdp, compiled"),
         pytest.param(2, 2, FSDP, dict(model=Tied), id="fsdp, tied"),
         pytest.param(2, 2, FSDP, dict(transforms=[ROWWISE]), id="fsdp, rowwise"),
+        pytest.param(2, 2, FSDP, dict(model=Sometimes), id="fsdp, unused"),
+        pytest.param(2, 2, FSDP, dict(transforms=ADAPTED), id="fsdp, adapters"),
+        pytest.param(2, 1, dict(TP, plan=INNER), dict(transforms=ADAPTED), marks=FULL, id="tp, adapters"),
         pytest.param(3, 3, FSDP, {}, id="fsdp, uneven shards"),
         pytest.param(4, 4, dict(FSDP, replicate_size=2), {}, id="hsdp"),
         pytest.param(2, 1, TP, {}, id="tp"),
@@ -152,6 +173,10 @@ FULL, DEEPSPEED = pytest.mark.full, pytest.mark.deepspeed
         pytest.param(2, 1, TP, dict(transforms=[ROWWISE]), id="tp, rowwise"),
         pytest.param(2, 1, dict(type="MeshStrategy", pp=2), {}, id="pp"),
         pytest.param(4, 2, dict(TP, dp_shard=2, wrap=["Block"]), {}, id="tp and fsdp"),
+        pytest.param(2, 2, FSDP, dict(optim=BFLOAT16), id="fsdp, autocast"),
+        pytest.param(1, 1, FSDP, {}, marks=FULL, id="fsdp, one process"),
+        pytest.param(2, 1, dict(TP, compile=dict(backend="aot_eager")), {}, marks=FULL, id="tp, compiled"),
+        pytest.param(2, 2, dict(DDP, compile=True), {}, marks=FULL, id="ddp, compiled"),
         pytest.param(2, 2, zero(2), {}, marks=DEEPSPEED, id="zero2"),
         pytest.param(2, 2, zero(3), {}, marks=DEEPSPEED, id="zero3"),
     ],
@@ -162,7 +187,8 @@ def test_a_strategy_computes_as_one_device(
     expected = alone(tmp_path / "alone", shards, **changes)
     for found in workers(processes).run(trained, tmp_path / "several", strategy, shards, **changes):
         assert difference(found, expected) < ROUNDING
-    float32 = alone(tmp_path / "float32", shards, **{**changes, "transforms": None})
+    others = [each for each in changes.get("transforms", []) if each["type"] != "Float8Training"]
+    float32 = alone(tmp_path / "float32", shards, **{**changes, "transforms": others})
     assert FORMAT[0] < difference(expected, float32) < FORMAT[1]
 
 
@@ -303,3 +329,56 @@ def test_models_that_torchao_has_changed(tmp_path: Path, workers2: WorkerGroup) 
             assert message.startswith(
                 "model.blocks.0.up.weight: is a WeightWithDynamicFloat8CastTensor, which torchao makes"
             )
+
+
+def refused(folder: Path, strategy: dict[str, Any], **changes: Any) -> str:
+    with pytest.raises(StrategyError) as caught:
+        trained(folder, strategy, **changes)
+    return str(caught.value)
+
+
+def test_parts_of_a_matrix_that_float8_cannot_multiply(tmp_path: Path, workers2: WorkerGroup) -> None:
+    changes = dict(model=Narrow, transforms=[FLOAT8])
+    for message in workers2.run(refused, tmp_path, TP, **changes):
+        assert message.startswith(
+            "strategy.tp: 2 processes leave model.blocks.0.up 32 inputs and 24 outputs on one, float8"
+        )
+
+
+class Narrow(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.up, block.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+
+
+SAVED = dict(checkpoint=dict(type="CheckpointHook", interval=1))
+
+
+def epochs(folder: Path, strategy: dict[str, Any], count: int, *args: Any, **changes: Any) -> dict[str, Tensor]:
+    changes["optim"] = dict(optimizer=dict(type="SGD", lr=0.5, momentum=0.5))
+    return trained(folder, strategy, *args, train_cfg=dict(max_epochs=count), default_hooks=SAVED, **changes)
+
+
+def test_checkpoints_fit_every_precision_and_strategy(tmp_path: Path, workers2: WorkerGroup) -> None:
+    """What is saved are the weights in high precision."""
+    single = dict(type="SingleDeviceStrategy")
+    saved = workers2.run(epochs, tmp_path / "run", FSDP, 1, 2)[0]
+    assert {each.dtype for each in saved.values()} == {torch.float32}
+    both = workers2.run(epochs, tmp_path / "both", FSDP, 2, 2)[0]
+    for folder in ("fsdp", "float8", "float32", "tp"):
+        shutil.copytree(tmp_path / "run", tmp_path / folder)
+    assert difference(workers2.run(epochs, tmp_path / "fsdp", FSDP, 2, 2, resume=True)[0], both) == 0
+    alike = dict(micro=2, data=Texts(2), resume=True)
+    assert difference(epochs(tmp_path / "float8", single, 2, **alike), both) < ROUNDING
+    assert FORMAT[0] < difference(epochs(tmp_path / "float32", single, 2, transforms=None, **alike), both) < FORMAT[1]
+    found = workers2.run(epochs, tmp_path / "tp", TP, 2, 1, **alike)[0]
+    assert difference(found, both) < ROUNDING
+
+
+def test_exported_weights_are_ordinary(tmp_path: Path, workers2: WorkerGroup) -> None:
+    saved = workers2.run(epochs, tmp_path, FSDP, 1, 2)[0]
+    export_weights(tmp_path / "epoch_1", tmp_path / "model.safetensors")
+    model = Net()
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert difference({f"model.{name}": each.detach() for name, each in model.named_parameters()}, saved) == 0

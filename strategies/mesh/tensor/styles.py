@@ -16,8 +16,9 @@ from torch.distributed.tensor.placement_types import Placement
 from ....core.base.errors import ConfigError, StrategyError
 from ....core.base.registry import Registry
 from ....core.base.trees import map_tensors, tree_map_only
-from ....core.torch_compat.dtensor_private import strided_shard, using_in_place
+from ....core.torch_compat.dtensor_private import local_tensor, strided_shard, using_in_place
 from ....core.torch_compat.torch_private import version_of
+from ...sharding import FLOAT8_WIDTHS, computes_in_float8
 from ..axis import replace_forward
 from .operations import DTensorFunctions
 
@@ -209,6 +210,20 @@ def check_styles(model: nn.Module, styles: Mapping[str, Style], size: int) -> No
             )
             if why is not None:
                 raise StrategyError(f"strategy.plan: model.{name}.{key}: its {why}; choose another style or tp")
+
+
+def check_float8(model: nn.Module, size: int) -> None:
+    """Raise StrategyError if a part of a matrix, of a divided model, has widths that float8 kernels do not multiply."""
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if not computes_in_float8(module) or not isinstance(weight, DTensor):
+            continue
+        outputs, inputs = local_tensor(weight).shape
+        if outputs % FLOAT8_WIDTHS or inputs % FLOAT8_WIDTHS:
+            raise StrategyError(
+                f"strategy.tp: {size} processes leave model.{name} {inputs} inputs and {outputs} outputs on one, float8 needs multiples "
+                f'of {FLOAT8_WIDTHS}; leave it out of Float8Training with but=["{name}"], or choose another tp or plan'
+            )
 
 
 def distribute_model(

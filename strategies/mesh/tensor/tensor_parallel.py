@@ -34,6 +34,7 @@ from .styles import (
     LogitsFunctions,
     as_local,
     as_replicated,
+    check_float8,
     check_styles,
     distribute_model,
     style_of,
@@ -140,6 +141,11 @@ class TensorParallel(Axis):
     def apply(self, model: nn.Module) -> nn.Module:
         """See Axis."""
         register_random_numbers()
+        model = self._divided(model)
+        check_float8(model, self.size)
+        return model
+
+    def _divided(self, model: nn.Module) -> nn.Module:
         if self._plan.own is not None:
             self._plan.own.apply(model, self.mesh)
             self._own = OwnPlanShards(model, self.mesh, self._plan.own.styles)
