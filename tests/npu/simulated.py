@@ -79,7 +79,7 @@ class NpuWorkers:
     def __init__(
         self, world_size: int, variables: Mapping[str, str] | None = None, imports: Sequence[str] = ()
     ) -> None:
-        self.group = WorkerGroup(world_size, timeout_s=120.0, accelerators=True, imports=imports)
+        self.group = WorkerGroup(world_size, timeout_s=240.0, accelerators=True, imports=imports)
         self._variables = {**VARIABLES, "NPU_SIM_DEVICE_COUNT": str(max(2, world_size)), **(variables or {})}
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:

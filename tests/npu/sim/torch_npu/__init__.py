@@ -8,7 +8,9 @@ Environment:
     NPU_SIM_TYPE: what torch shall call the device; default "npu".
     TORCH_NPU_SOURCE: folder of Ascend's unpacked ``torch_npu``; ``torch_npu.optim`` and ``torch_npu.npu.amp`` are then its own.
 
-It does not show what only asynchronous hardware does: races, running out of memory, time-outs, other rounding.
+Work that touches memory without waiting for the stream that used it before raises an error, as does freeing memory that another
+stream still uses; copies to and from page-locked memory arrive late (``arrive``). It does not show what only hardware does:
+running out of memory, time-outs, other rounding.
 """
 
 from __future__ import annotations
@@ -42,6 +44,14 @@ def watch(function) -> None:
     ``what`` is "item", "copy to host", "blocking copy to device", "size" (a shape depends on values) or "synchronize".
     """
     _sim.watch(function)
+
+
+def arrive(when: str, seed: int = 0) -> None:
+    """Choose when copies between the device and page-locked memory are made of which nobody has seen the end.
+
+    ``when``: "late" (the default: when the host waits for them, or the device uses what came), "at once", or "random".
+    """
+    _sim.arrive(when, seed)
 
 
 # Operators that Ascend's optimizers use

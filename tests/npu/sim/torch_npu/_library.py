@@ -20,9 +20,8 @@ CACHE = Path(os.environ.get("NPU_SIM_CACHE", Path(__file__).parents[4] / "build"
 
 def path() -> Path:
     """Where the library is, or would be."""
-    key = hashlib.sha256(
-        b"\0".join([SOURCE.read_bytes(), torch.__version__.encode(), sys.version.encode()])
-    ).hexdigest()
+    sources = [each.read_bytes() for each in sorted(SOURCE.parent.glob("*.[ch]pp"))]
+    key = hashlib.sha256(b"\0".join([*sources, torch.__version__.encode(), sys.version.encode()])).hexdigest()
     return CACHE / f"device-{key[:16]}.so"
 
 

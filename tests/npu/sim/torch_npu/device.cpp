@@ -10,6 +10,8 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include "streams.hpp"
+
 #include <array>
 #include <chrono>
 #include <condition_variable>
@@ -61,6 +63,8 @@ void watch(const py::object& function) {
 pid_t owner = 0;  // the process that first used the device
 bool in_bad_fork() { return owner && owner != getpid(); }
 thread_local DeviceIndex current = 0;
+thread_local std::array<c10::StreamId, kMaxDevices> stream_of{};
+order::Stream current_stream(DeviceIndex i) { return order::stream_of_device(i, stream_of[i]); }
 DeviceIndex checked(DeviceIndex i) {
   if (i < 0) return current;
   TORCH_CHECK(i < device_count(), "Invalid NPU device ID ", int(i), ": this machine has ", device_count());
@@ -80,17 +84,30 @@ struct Block {  // what an NPU storage's DataPtr owns: the CPU storage with the 
     auto now = in_use[dev] += static_cast<int64_t>(cpu.nbytes());
     if (now > peak[dev]) peak[dev] = now;
     bytes = cpu.nbytes();
+    order::allocated(memory, current_stream(dev));
   }
-  ~Block() { in_use[dev] -= static_cast<int64_t>(bytes); }
+  ~Block() {
+    in_use[dev] -= static_cast<int64_t>(bytes);
+    order::freed(memory);
+  }
   size_t bytes;
+  order::Memory memory;
 };
 void free_block(void* b) { delete static_cast<Block*>(b); }
 
 c10::DataPtr npu_data(const Storage& cpu, DeviceIndex dev) {
   return {cpu.mutable_data(), new Block(cpu, dev), &free_block, Device(kNpu, dev)};
 }
-Storage new_cpu_storage(size_t n) {
-  return Storage(Storage::use_byte_size_t(), n, c10::GetAllocator(c10::kCPU), /*resizable=*/true);
+Storage new_cpu_storage(size_t n) {  // full of NaN, as what is freed may be
+  Storage fresh(Storage::use_byte_size_t(), n, c10::GetAllocator(c10::kCPU), /*resizable=*/true);
+  if (n) std::memset(fresh.mutable_data(), 0xFF, n);
+  return fresh;
+}
+Block* block_of(const c10::DataPtr& pointer) {
+  return pointer.get_deleter() == &free_block ? static_cast<Block*>(pointer.get_context()) : nullptr;
+}
+void record_use(const c10::DataPtr& pointer, const c10::Stream& stream) {
+  if (auto* block = block_of(pointer)) order::record(block->memory, order::stream_of_device(stream.device_index(), stream.id()));
 }
 struct NpuAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t n) override { return npu_data(new_cpu_storage(n), current); }
@@ -98,7 +115,7 @@ struct NpuAllocator final : c10::DeviceAllocator {
   void copy_data(void* dst, const void* src, std::size_t n) const override { std::memcpy(dst, src, n); }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
-  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override { record_use(pointer, stream); }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex i) override {
     c10::CachingDeviceAllocator::DeviceStats s;
     for (auto* stat : {&s.allocated_bytes[0], &s.reserved_bytes[0]}) {
@@ -126,17 +143,27 @@ Tensor with_storage(Storage s, c10::DispatchKey key, const Tensor& meta) {
   t._set_neg(meta.is_neg());
   return t;
 }
-thread_local std::array<c10::StreamId, kMaxDevices> stream_of{};
-// A copy to the device on another stream than the first is made when something else is done on that stream, a stream waits
-// for it, or the host for the device.
-std::vector<std::pair<Tensor, Tensor>> uploads;
 std::atomic<int64_t> recorded_streams{0};
-void arrive(bool all = true);
 Tensor cpu_view(const Tensor& t) {  // an NPU tensor as a CPU tensor of the same memory
   if (!t.defined() || !t.is_privateuseone()) return t;
-  if (stream_of[current]) arrive(false);
   return with_storage(cpu_storage(t.storage()), c10::DispatchKey::CPU, t);
 }
+// Tensors in a call of the device's current stream, in the order of their use; those of the host and empty ones do not count.
+struct Uses {
+  std::vector<order::Use> all;
+  void add(const Tensor& t, bool is_write) {
+    if (!t.defined() || !t.is_privateuseone() || !t.storage().nbytes()) return;
+    if (auto* block = block_of(t.storage().data_ptr())) all.push_back({&block->memory, is_write});
+  }
+  order::Work launch(const std::string& what, DeviceIndex dev) const { return order::launch(what, current_stream(dev), all); }
+};
+void launch(const char* what, DeviceIndex dev, std::initializer_list<Tensor> read, std::initializer_list<Tensor> written = {}) {
+  Uses uses;
+  for (auto& t : read) uses.add(t, false);
+  for (auto& t : written) uses.add(t, true);
+  uses.launch(what, dev);
+}
+void wait_for_stream(DeviceIndex dev) { order::host_waits(order::now(current_stream(dev))); }
 Tensor to_npu(const Tensor& t, DeviceIndex dev) {  // a fresh CPU tensor as an NPU tensor, no copy
   TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == c10::kStrided, "npu_sim: only strided tensors");
   Storage s(Storage::use_byte_size_t(), t.storage().nbytes(), npu_data(t.storage(), dev), &allocator, true);
@@ -212,7 +239,9 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto n_args = schema.arguments().size();
   const auto first = stack->size() - n_args;
-  if (needs_sizes_from_device(schema.name())) report("size");
+  bool gives_sizes = needs_sizes_from_device(schema.name());
+  Uses uses;
+  bool is_view = false, is_write = false;  // of the argument that is looked at
   std::vector<Tensor> seen;  // NPU tensors in, with their CPU views in `views`
   std::vector<Tensor> views;
   std::optional<Device> device;
@@ -223,7 +252,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
   auto swap = [&](const Tensor& t, bool index) -> Tensor {
     if (!t.defined()) return t;
-    if (index && t.is_privateuseone() && t.scalar_type() == at::kBool) report("size");
+    if (index && t.is_privateuseone() && t.scalar_type() == at::kBool) gives_sizes = true;
     if (!t.is_privateuseone()) {
       if ((t.dim() > 0 || joins) && !(index && may_mix)) stray = t;
       return t;
@@ -234,11 +263,15 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     device = t.device();
     seen.push_back(t);
     views.push_back(cpu_view(t));
+    if (!is_view) uses.add(t, is_write);
     return views.back();
   };
   std::vector<c10::IValue> original(stack->begin() + first, stack->end());
   for (size_t i = 0; i < n_args; ++i) {
     c10::IValue& v = (*stack)[first + i];
+    const auto* alias = schema.arguments()[i].alias_info();
+    is_write = alias && alias->isWrite();
+    is_view = alias && !is_write;
     if (v.isTensor()) {
       v = swap(v.toTensor(), false);
     } else if (v.isTensorList()) {
@@ -264,6 +297,11 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       "Expected all tensors to be on the same device, but found at least two devices, ",
       seen.empty() ? Device(kNpu) : seen[0].device(), " and cpu! (when checking arguments of ", schema.name(), ")");
   const DeviceIndex dev = device && device->has_index() ? device->index() : current;
+  const auto work = uses.launch(schema.name(), dev);
+  if (gives_sizes) {
+    report("size");
+    wait_for_stream(dev);
+  }
   {
     std::optional<SwapRng> rng;
     if (op.hasTag(at::Tag::nondeterministic_seeded)) rng.emplace(generator ? *generator : default_generator(dev));
@@ -275,6 +313,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (out->storage().data() != views[i].storage().data()) {
       out->storage().set_data_ptr_noswap(npu_data(views[i].storage(), seen[i].get_device()));
       out->storage().set_nbytes(views[i].storage().nbytes());
+      order::made(block_of(out->storage().data_ptr())->memory, work);
     }
     if (out->sizes() != views[i].sizes() || out->strides() != views[i].strides()) {
       out->set_storage_offset(views[i].storage_offset());
@@ -288,7 +327,9 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     for (size_t i = 0; i < views.size(); ++i)  // a view of an argument
       if (t.storage().unsafeGetStorageImpl() == views[i].storage().unsafeGetStorageImpl())
         return with_storage(seen[i].storage(), c10::DispatchKey::PrivateUse1, t);
-    return to_npu(t, dev);
+    auto made = to_npu(t, dev);
+    if (schema.name().rfind("aten::empty", 0) != 0) order::made(block_of(made.storage().data_ptr())->memory, work);
+    return made;
   };
   for (auto it = stack->end() - schema.returns().size(); it != stack->end(); ++it) {
     if (it->isTensor()) {
@@ -306,59 +347,46 @@ void as_is(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
 }
 
-// A copy into page-locked memory that nobody waits for is made when somebody waits: whoever reads too early sees what was
-// there before.
-std::mutex pinned_mutex, late_mutex;
+std::mutex pinned_mutex;
 std::set<const void*> pinned;
-std::vector<std::pair<Tensor, Tensor>> late;  // what the source held when it was asked for, and where it goes
 bool is_pinned(const Tensor& t) {
   std::lock_guard<std::mutex> lock(pinned_mutex);
   return t.is_cpu() && pinned.count(t.storage().data());
 }
-void arrive(bool all) {
-  std::vector<std::pair<Tensor, Tensor>> due;
-  {
-    std::lock_guard<std::mutex> lock(late_mutex);
-    due.swap(uploads);
-    if (all) {
-      due.insert(due.end(), late.begin(), late.end());
-      late.clear();
-    }
-  }
-  at::AutoDispatchBelowAutograd guard;
-  for (auto& [value, place] : due) place.copy_(value);
-}
-void wait_for_device() {
-  report("synchronize");
-  arrive();
-}
 
 void read_scalar(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   report("item");
-  arrive();
+  const auto t = stack->back().toTensor();
+  launch("item", t.get_device(), {t});
+  wait_for_stream(t.get_device());
   as_is(op, stack);
 }
 
 Tensor copy_from(const Tensor& src, const Tensor& dst, bool non_blocking) {
-  if (non_blocking && is_pinned(dst)) {
-    auto value = cpu_view(src).clone();
-    std::lock_guard<std::mutex> lock(late_mutex);
-    late.emplace_back(value, dst);
-    return dst;
+  const DeviceIndex dev = (src.is_privateuseone() ? src : dst).get_device();
+  Uses uses;
+  uses.add(src, false);
+  uses.add(dst, true);
+  if (src.is_privateuseone() && dst.is_privateuseone() && src.device() != dst.device()) {  // of one device: the others wait
+    const auto other = current_stream(dst.get_device());
+    order::wait(current_stream(dev), order::now(other));
+    uses.launch("a copy", dev);
+    order::wait(other, order::now(current_stream(dev)));
+  } else if (src.is_privateuseone() && dst.is_privateuseone()) {
+    uses.launch("a copy", dev);
+  } else {
+    const bool is_upload = dst.is_privateuseone();
+    const auto work = uses.launch(is_upload ? "an upload" : "a download", dev);
+    if (non_blocking && is_pinned(is_upload ? src : dst)) {
+      order::put_off({work, order::now(current_stream(dev)), is_upload, is_upload ? src : cpu_view(src).clone(), cpu_view(dst)});
+      return dst;
+    }
+    if (!is_upload || !non_blocking) {
+      report(is_upload ? "blocking copy to device" : "copy to host");
+      wait_for_stream(dev);
+    }
   }
-  if (!dst.is_privateuseone()) {
-    report("copy to host");
-    arrive();
-  }
-  if (!src.is_privateuseone() && is_pinned(src)) arrive();  // the device makes its copies in order
-  if (!src.is_privateuseone() && !non_blocking) report("blocking copy to device");
-  auto d = cpu_view(dst);
-  if (non_blocking && is_pinned(src) && stream_of[current]) {
-    std::lock_guard<std::mutex> lock(late_mutex);
-    uploads.emplace_back(src, d);
-    return dst;
-  }
-  d.copy_(cpu_view(src));
+  cpu_view(dst).copy_(cpu_view(src));
   return dst;
 }
 Tensor copy_from_and_resize(const Tensor& src, const Tensor& dst) {
@@ -373,6 +401,7 @@ Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>
     at::IntArrayRef pad, at::IntArrayRef dil, bool transposed, at::IntArrayRef out_pad, int64_t groups) {
   same_device(x, w);
   if (b && b->defined()) same_device(x, *b);
+  launch("convolution", x.get_device(), {x, w, b ? *b : Tensor()});
   auto y = at::convolution(cpu_view(x), cpu_view(w), b ? std::optional<Tensor>(cpu_view(*b)) : b, stride, pad, dil,
                            transposed, out_pad, groups);
   return to_npu(y, x.get_device());
@@ -380,13 +409,17 @@ Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>
 std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& g, const Tensor& x, const Tensor& w,
     at::IntArrayRef stride, at::IntArrayRef pad, at::IntArrayRef dil, bool transposed, at::IntArrayRef out_pad,
     int64_t groups, std::array<bool, 3> mask) {
+  launch("convolution_backward", x.get_device(), {g, x, w});
   const auto bias = w.size(transposed ? 1 : 0) * (transposed ? groups : 1);
   auto r = at::convolution_backward(cpu_view(g), cpu_view(x), cpu_view(w), at::IntArrayRef{bias}, stride, pad, dil,
                                     transposed, out_pad, groups, mask);
   auto up = [&](const Tensor& t) { return t.defined() ? to_npu(t, x.get_device()) : t; };
   return {up(std::get<0>(r)), up(std::get<1>(r)), up(std::get<2>(r))};
 }
-void record_stream(Tensor&, c10::Stream) { ++recorded_streams; }
+void record_stream(Tensor& t, c10::Stream stream) {
+  ++recorded_streams;
+  record_use(t.storage().data_ptr(), stream);
+}
 bool shallow_copy(const Tensor& a, const Tensor& b) {  // lets Module.to() keep its Parameter objects
   return a.layout() == c10::kStrided && b.layout() == c10::kStrided;
 }
@@ -396,6 +429,8 @@ int64_t sdp_choice(const Tensor&, const Tensor&, const Tensor&, const std::optio
 }
 Tensor histc(const Tensor& t, int64_t bins, const Scalar& low, const Scalar& high) {  // the CPU has none of integers
   report("size");
+  launch("histc", t.get_device(), {t});
+  wait_for_stream(t.get_device());
   return to_npu(at::histc(cpu_view(t).to(at::kDouble), bins, low, high).to(t.scalar_type()), t.get_device());
 }
 
@@ -442,7 +477,16 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   m.impl("binary_cross_entropy", bce_banned);
 }
 
-// ---- devices, streams, events: all work but some copies is done when a call returns ----------
+// ---- devices, streams, events ------------------------------------------------------------------
+// From two rounds, so that clocks stay short; torch gives 32 of a device in turn, too.
+c10::StreamId next_stream(bool is_of_communicator) {
+  static std::atomic<c10::StreamId> given[2]{};
+  return 1 + 32 * is_of_communicator + given[is_of_communicator]++ % 32;
+}
+struct Event {
+  std::chrono::steady_clock::time_point time;
+  order::Clock before;
+};
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kNpu; }
   Device exchangeDevice(Device d) const override { auto old = getDevice(); setDevice(d); return old; }
@@ -456,8 +500,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream getDefaultStream(Device d) const override { return c10::Stream(c10::Stream::UNSAFE, Device(kNpu, checked(d.index())), 0); }
   c10::Stream getNewStream(Device d, int = 0) const override {
-    static std::atomic<c10::StreamId> next{1};
-    return c10::Stream(c10::Stream::UNSAFE, Device(kNpu, checked(d.index())), next++);
+    return c10::Stream(c10::Stream::UNSAFE, Device(kNpu, checked(d.index())), next_stream(false));
   }
   c10::Stream getStreamFromGlobalPool(Device d, bool) const override { return getNewStream(d); }
   c10::Stream exchangeStream(c10::Stream s) const override {
@@ -466,22 +509,34 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return old;
   }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override { wait_for_device(); }
-  void synchronizeDevice(const DeviceIndex) const override { wait_for_device(); }
-  void record(void** event, const c10::Stream&, const DeviceIndex, const c10::EventFlag) const override {
-    if (!*event) *event = new std::chrono::steady_clock::time_point;
-    *static_cast<std::chrono::steady_clock::time_point*>(*event) = std::chrono::steady_clock::now();
+  static order::Stream key(const c10::Stream& s) { return order::stream_of_device(s.device_index(), s.id()); }
+  void synchronizeStream(const c10::Stream& s) const override {
+    report("synchronize");
+    order::host_waits(order::now(key(s)));
   }
-  void destroyEvent(void* e, const DeviceIndex) const noexcept override { delete static_cast<std::chrono::steady_clock::time_point*>(e); }
-  void block(void*, const c10::Stream&) const override { arrive(false); }
-  bool queryEvent(void*) const override {
-    arrive();
+  void synchronizeDevice(const DeviceIndex i) const override {
+    report("synchronize");
+    order::host_waits_for_device(checked(i));
+  }
+  void record(void** event, const c10::Stream& s, const DeviceIndex, const c10::EventFlag) const override {
+    if (!*event) *event = new Event;
+    *static_cast<Event*>(*event) = {std::chrono::steady_clock::now(), order::now(key(s))};
+  }
+  void destroyEvent(void* e, const DeviceIndex) const noexcept override { delete static_cast<Event*>(e); }
+  void block(void* e, const c10::Stream& s) const override {
+    if (e) order::wait(key(s), static_cast<Event*>(e)->before);
+  }
+  bool queryEvent(void* e) const override {
+    if (e) order::host_waits(static_cast<Event*>(e)->before);
     return true;
   }
-  void synchronizeEvent(void*) const override { wait_for_device(); }
+  void synchronizeEvent(void* e) const override {
+    report("synchronize");
+    if (e) order::host_waits(static_cast<Event*>(e)->before);
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& s) const override { record_use(pointer, s); }
   double elapsedTime(void* a, void* b, const DeviceIndex) const override {
-    using P = std::chrono::steady_clock::time_point*;
-    return std::chrono::duration<double, std::milli>(*static_cast<P>(b) - *static_cast<P>(a)).count();
+    return std::chrono::duration<double, std::milli>(static_cast<Event*>(b)->time - static_cast<Event*>(a)->time).count();
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
@@ -489,6 +544,7 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
     void* p = std::malloc(std::max<size_t>(n, 1));
+    std::memset(p, 0xFF, n);
     std::lock_guard<std::mutex> lock(pinned_mutex);
     pinned.insert(p);
     return {p, p, &release, c10::kCPU};
@@ -520,6 +576,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Device getDeviceFromPtr(void*) const override { return Device(kNpu, current); }
   void resizePrivateUse1Bytes(const Storage& s, size_t n) const override {
     auto fresh = npu_data(new_cpu_storage(n), s.device().index());
+    if (auto* block = block_of(s.data_ptr()); block && n && s.nbytes()) {
+      order::launch("resize", current_stream(s.device().index()), {{&block->memory, false}});
+    }
     if (n && s.nbytes()) std::memcpy(fresh.get(), s.data(), std::min<size_t>(n, s.nbytes()));
     s.set_data_ptr_noswap(std::move(fresh));
     s.set_nbytes(n);
@@ -541,393 +600,9 @@ void change_data_ptr(const Tensor& dst, const Tensor& src, int64_t offset) {
   Storage part(Storage::use_byte_size_t(), n, std::move(inner), c10::GetAllocator(c10::kCPU), true);
   dst.storage().set_data_ptr_noswap(npu_data(part, dst.get_device()));
 }
-// ---- 'hccl': another backend (gloo) on the memory of the NPU tensors, as strict as torch's ProcessGroupNCCL -------------
-//
-// A call returns at once. What it receives is in memory when somebody has waited, not before, and what it sends must not change
-// until then. Calls on a communicator (a group; a pair of a group, for messages outside of a batch) are made one after the other;
-// before each of them the processes compare their calls.
-using Tensors = std::vector<Tensor>;
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
-using Gloo = c10::intrusive_ptr<c10d::Backend>;
-constexpr int kTextSize = 1024, kCalls = 1 << 20, kBatches = 1 << 21;  // bytes of a call's text; tags of gloo's messages
-
-bool has_dtype(ScalarType type) {  // of ncclDataType in ProcessGroupNCCL
-  static const std::set<ScalarType> types = {at::kChar, at::kByte, at::kFloat, at::kDouble, at::kInt, at::kLong, at::kHalf,
-      at::kBool, at::kBFloat16, at::kFloat8_e5m2, at::kFloat8_e4m3fn, at::kFloat8_e5m2fnuz, at::kFloat8_e4m3fnuz};
-  return types.count(type) > 0;
-}
-Tensor cpu_of(const Tensor& t, bool is_message) {
-  TORCH_CHECK(t.is_privateuseone(), "hccl works on npu tensors, got one on ", t.device());
-  TORCH_CHECK(has_dtype(t.scalar_type()), "Input tensor data type is not supported for hccl: ", t.scalar_type());
-  TORCH_CHECK(is_message || t.is_contiguous() || t.is_contiguous(t.suggest_memory_format()), "Tensors must be contiguous");
-  TORCH_CHECK(!t.is_neg(), "hccl would send a lazy negative as it is in memory");
-  return cpu_view(t);
-}
-std::string text_of(const Tensors& tensors) {
-  std::stringstream text;
-  for (const auto& t : tensors) text << ' ' << t.scalar_type() << '[' << t.numel() << ']';
-  return text.str();
-}
-std::string text_of(const c10d::ReduceOp& op) {
-  static const char* names[] = {"sum", "avg", "product", "min", "max"};
-  const auto kind = static_cast<size_t>(op.op_);
-  TORCH_CHECK(kind < 5, "Cannot use bitwise ReduceOps with hccl");
-  return names[kind];
-}
-Tensors flat(const std::vector<Tensors>& l) {
-  Tensors r;
-  for (const auto& t : l) r.insert(r.end(), t.begin(), t.end());
-  return r;
-}
-std::vector<Device> all_devices() {
-  std::vector<Device> v;
-  for (int i = 0; i < device_count(); ++i) v.emplace_back(kNpu, i);
-  return v;
-}
-Tensor as_text(const std::string& text) {
-  auto t = at::zeros({kTextSize}, at::kByte);
-  std::memcpy(t.data_ptr(), text.data(), std::min<size_t>(text.size(), kTextSize - 1));
-  return t;
-}
-std::string as_string(const Tensor& text) { return static_cast<const char*>(text.data_ptr()); }
-
-struct Message {  // between two processes
-  int peer;
-  bool is_sent;
-  Tensor buffer;
-};
-struct Call {  // one of a process
-  std::string what;
-  bool is_batch = false;
-  std::vector<Message> messages;  // or
-  std::function<WorkPtr()> start;  // a call of all processes of the group
-  std::vector<std::pair<Tensor, Tensor>> sent;      // memory of the device, and what was in it at the call
-  std::vector<std::pair<Tensor, Tensor>> received;  // memory of the device, and what comes into it
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool is_done = false, has_arrived = false, arrives_itself = false;
-  std::exception_ptr error;
-  std::function<void()> then;
-
-  void arrive() {  // with the mutex
-    if (has_arrived || error) return;
-    has_arrived = true;
-    for (auto& [memory, before] : sent)
-      TORCH_CHECK(std::memcmp(memory.contiguous().data_ptr(), before.data_ptr(), before.nbytes()) == 0,
-                  "hccl: ", what, ": the tensor was changed before anybody waited");
-    for (auto& [memory, value] : received) memory.copy_(value);
-  }
-  void wait() {
-    std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [this] { return is_done; });
-    if (error) std::rethrow_exception(error);
-    arrive();
-  }
-  void finish(std::exception_ptr reason) {
-    std::function<void()> next;
-    {
-      std::lock_guard<std::mutex> lock(mutex);
-      error = std::move(reason);
-      is_done = true;
-      try {
-        if (arrives_itself) arrive();
-      } catch (...) { error = std::current_exception(); }
-      next = std::move(then);
-    }
-    changed.notify_all();
-    if (next) next();
-  }
-};
-
-void compare(const Gloo& gloo, const std::vector<int64_t>& ranks, const Call& call) {
-  std::vector<Tensor> mine{as_text(call.what)};
-  std::vector<Tensors> all(1);
-  for (int r = 0; r < gloo->getSize(); ++r) all[0].push_back(at::zeros({kTextSize}, at::kByte));
-  gloo->allgather(all, mine)->wait();
-  for (int r = 0; r < gloo->getSize(); ++r)
-    TORCH_CHECK(as_string(all[0][r]) == call.what.substr(0, kTextSize - 1), "hccl: rank ", ranks[gloo->getRank()], " calls ",
-                call.what, ", and rank ", ranks[r], " calls ", as_string(all[0][r]), " on the same communicator");
-}
-// The messages of a process to a peer must be what the peer receives, in the same order, and the other way round.
-std::string text_for(const Call& call, int peer, bool is_sent) {
-  Tensors found;
-  for (auto& m : call.messages)
-    if (m.peer == peer && m.is_sent == is_sent) found.push_back(m.buffer);
-  return text_of(found);
-}
-void exchange(const Gloo& gloo, const std::vector<int64_t>& ranks, const Call& call) {
-  const int tag = call.is_batch ? kBatches : kCalls;
-  std::set<int> peers;
-  for (auto& m : call.messages) peers.insert(m.peer);
-  std::vector<WorkPtr> works;
-  std::vector<Tensors> keep;
-  std::map<int, Tensor> theirs;
-  auto begin = [&](const Tensor& t, int peer, bool is_sent, int with) {
-    keep.push_back({t});
-    works.push_back(is_sent ? gloo->send(keep.back(), peer, with) : gloo->recv(keep.back(), peer, with));
-  };
-  for (int peer : peers) {
-    theirs[peer] = at::zeros({kTextSize}, at::kByte);
-    begin(as_text("sends" + text_for(call, peer, true) + " and receives" + text_for(call, peer, false)), peer, true, tag);
-    begin(theirs[peer], peer, false, tag);
-  }
-  for (auto& w : works) w->wait();
-  for (int peer : peers) {
-    auto expected = "sends" + text_for(call, peer, false) + " and receives" + text_for(call, peer, true);
-    TORCH_CHECK(as_string(theirs[peer]) == expected.substr(0, kTextSize - 1), "hccl: rank ", ranks[gloo->getRank()], " sends",
-                text_for(call, peer, true), " and receives", text_for(call, peer, false), ", and rank ", ranks[peer], " ",
-                as_string(theirs[peer]), " on the same communicator");
-  }
-  works.clear();
-  for (auto& m : call.messages) begin(m.buffer, m.peer, m.is_sent, tag + 1);
-  for (auto& w : works) w->wait();
-}
-
-struct Line {  // a communicator: the calls in their order, by a thread of its own
-  Gloo gloo;
-  std::vector<int64_t> ranks;
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::deque<std::shared_ptr<Call>> waiting;
-  bool is_closed = false, has_ended = false;
-  static std::shared_ptr<Line> open(const Gloo& gloo, const std::vector<int64_t>& ranks) {
-    auto line = std::make_shared<Line>();
-    line->gloo = gloo;
-    line->ranks = ranks;
-    std::thread([line] { line->run(); }).detach();
-    return line;
-  }
-  void push(std::shared_ptr<Call> call) {
-    std::lock_guard<std::mutex> lock(mutex);
-    waiting.push_back(std::move(call));
-    changed.notify_all();
-  }
-  void close() {  // and let go of gloo, unless a call will never end
-    std::unique_lock<std::mutex> lock(mutex);
-    is_closed = true;
-    changed.notify_all();
-    changed.wait_for(lock, std::chrono::seconds(1), [this] { return has_ended; });
-  }
-  void run() {
-    while (true) {
-      std::shared_ptr<Call> call;
-      {
-        std::unique_lock<std::mutex> lock(mutex);
-        changed.wait(lock, [this] { return is_closed || !waiting.empty(); });
-        if (waiting.empty()) {
-          gloo.reset();
-          has_ended = true;
-          changed.notify_all();
-          return;
-        }
-        call = waiting.front();
-        waiting.pop_front();
-      }
-      std::exception_ptr error;
-      try {
-        if (call->messages.empty()) {
-          compare(gloo, ranks, *call);
-          call->start()->wait();
-        } else {
-          exchange(gloo, ranks, *call);
-        }
-      } catch (const std::exception& reason) {
-        const std::string text = reason.what();
-        error = std::make_exception_ptr(c10::Error(
-            {__func__, __FILE__, __LINE__}, text.rfind("hccl: ", 0) == 0 ? text : "hccl: " + call->what + ": " + text));
-      }
-      call->start = nullptr;
-      call->finish(error);
-    }
-  }
-};
-
-struct NpuWork final : c10d::Work {
-  std::vector<std::shared_ptr<Call>> calls;
-  Tensors out;
-  NpuWork(std::vector<std::shared_ptr<Call>> c, Tensors o) : calls(std::move(c)), out(std::move(o)) {}
-  bool wait(std::chrono::milliseconds) override {
-    for (auto& c : calls) c->wait();
-    return true;
-  }
-  bool isCompleted() override {
-    return std::all_of(calls.begin(), calls.end(), [](auto& c) {
-      std::lock_guard<std::mutex> lock(c->mutex);
-      return c->is_done;
-    });
-  }
-  bool isSuccess() const override { return true; }
-  void synchronize() override { wait(kNoTimeout); }
-  Tensors result() override { return out; }
-  FuturePtr getFuture() override {  // who asks for it waits for it in streams
-    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), all_devices());
-    TORCH_CHECK(calls.size() == 1, "hccl: a batch has no future");
-    auto call = calls[0];
-    auto complete = [future, out = out, call = call.get()] {
-      if (call->error) future->setError(call->error);
-      else future->markCompleted(c10::IValue(out));
-    };
-    {
-      std::lock_guard<std::mutex> lock(call->mutex);
-      call->arrives_itself = true;
-      if (!call->is_done) {
-        call->then = complete;
-        return future;
-      }
-      call->arrive();
-    }
-    complete();
-    return future;
-  }
-};
-
-struct Hccl final : c10d::Backend {
-  Gloo gloo;
-  std::vector<int64_t> ranks;
-  std::shared_ptr<Line> all;
-  std::map<int, std::shared_ptr<Line>> pairs;
-  std::optional<std::vector<std::shared_ptr<Call>>> batch;  // between startCoalescing and endCoalescing
-  std::string owner;  // the thread of Python that has used it
-  Hccl(Gloo g, std::vector<int64_t> r) : Backend(g->getRank(), g->getSize()), gloo(std::move(g)), ranks(std::move(r)) {
-    for (int i = static_cast<int>(ranks.size()); i < getSize(); ++i) ranks.push_back(i);
-  }
-  ~Hccl() override {
-    if (all) all->close();
-    for (auto& [peer, line] : pairs) line->close();
-  }
-  void check_thread(const std::string& what) {  // not those of autograd, which run while another one waits
-    py::gil_scoped_acquire gil;
-    auto threading = py::module_::import("threading");
-    auto found = threading.attr("_active").attr("get")(threading.attr("get_ident")());
-    if (found.is_none() || py::isinstance(found, threading.attr("_DummyThread"))) return;
-    auto name = found.attr("name").cast<std::string>();
-    if (owner.empty()) owner = name;
-    TORCH_CHECK(owner == name, "hccl: thread ", name, " calls ", what, " on a communicator of thread ", owner);
-  }
-  WorkPtr push(std::shared_ptr<Call> call, Tensors out, bool is_alone = false) {
-    check_thread(call->what);
-    auto& line = is_alone ? pairs[call->messages[0].peer] : all;
-    if (!line) line = Line::open(gloo, ranks);
-    line->push(call);
-    if (batch && !is_alone) batch->push_back(call);
-    return c10::make_intrusive<NpuWork>(std::vector<std::shared_ptr<Call>>{call}, std::move(out));
-  }
-  // Gloo works on copies of both. The sizes of ``compared`` are the same on all processes.
-  template <class Start>
-  WorkPtr make(const std::string& what, const Tensors& in, const Tensors& out, Start start, const Tensors& compared) {
-    auto call = std::make_shared<Call>();
-    Tensors sent, received;
-    for (auto& t : in) {
-      auto memory = cpu_of(t, false);
-      sent.push_back(memory.clone());
-      call->sent.emplace_back(memory, memory.clone(at::MemoryFormat::Contiguous));
-    }
-    const bool in_place = in.size() == out.size() && std::equal(in.begin(), in.end(), out.begin(), [](auto& a, auto& b) {
-      return a.is_same(b);
-    });
-    for (size_t i = 0; i < out.size(); ++i) {
-      auto memory = cpu_of(out[i], false);
-      received.push_back(in_place ? sent[i] : memory.clone());
-      call->received.emplace_back(memory, received.back());
-    }
-    call->what = what + text_of(compared);
-    call->start = [start = std::move(start), sent, received]() mutable { return start(sent, received); };
-    return push(call, out);
-  }
-  WorkPtr message(const Tensors& tensors, int peer, bool is_sent) {
-    TORCH_CHECK(tensors.size() == 1, "hccl sends one tensor");
-    TORCH_CHECK(peer >= 0, "hccl receives from no unknown rank");
-    auto memory = cpu_of(tensors[0], true);
-    auto buffer = memory.clone(at::MemoryFormat::Contiguous);
-    const bool is_open = batch.has_value();
-    if (is_open && (batch->empty() || !batch->back()->is_batch)) {
-      batch->push_back(std::make_shared<Call>());
-      batch->back()->is_batch = true;
-    }
-    auto call = is_open ? batch->back() : std::make_shared<Call>();
-    call->messages.push_back({peer, is_sent, buffer});
-    call->what += std::string(call->what.empty() ? "" : ", ") + (is_sent ? "send to " : "receive from ") +
-                  std::to_string(ranks[peer]) + text_of({memory});
-    if (is_sent) call->sent.emplace_back(memory, buffer);
-    else call->received.emplace_back(memory, buffer);
-    if (!is_open) return push(call, is_sent ? Tensors{} : tensors, true);
-    return c10::make_intrusive<NpuWork>(std::vector<std::shared_ptr<Call>>{}, tensors);
-  }
-  const std::string getBackendName() const override { return "hccl"; }
-  void setSequenceNumberForGroup() override { gloo->setSequenceNumberForGroup(); }
-  uint64_t getSequenceNumberForGroup() override { return gloo->getSequenceNumberForGroup(); }
-  bool supportsCoalescing() const override { return true; }
-  void startCoalescing() override { batch.emplace(); }
-  WorkPtr endCoalescing() override {
-    auto calls = std::move(*batch);
-    batch.reset();
-    for (auto& call : calls)
-      if (call->is_batch) push(call, {});
-    return c10::make_intrusive<NpuWork>(std::move(calls), Tensors{});
-  }
-  WorkPtr barrier(const c10d::BarrierOptions& o) override {
-    return make("barrier", {}, {}, [g = gloo, o](Tensors&, Tensors&) { return g->barrier(o); }, {});
-  }
-#define IN_PLACE(NAME, OPTS, WHAT)                                                                     \
-  WorkPtr NAME(Tensors& t, const c10d::OPTS& o) override {                                             \
-    return make(WHAT, t, t, [g = gloo, o](Tensors& in, Tensors&) { return g->NAME(in, o); }, t);       \
-  }
-  IN_PLACE(broadcast, BroadcastOptions, "broadcast from " + std::to_string(ranks[o.rootRank]))
-  IN_PLACE(allreduce, AllreduceOptions, "all_reduce " + text_of(o.reduceOp))
-  IN_PLACE(allreduce_coalesced, AllreduceCoalescedOptions, "all_reduce_coalesced " + text_of(o.reduceOp))
-  IN_PLACE(reduce, ReduceOptions, "reduce " + text_of(o.reduceOp) + " to " + std::to_string(ranks[o.rootRank]))
-#define MANY_TO_ONE(NAME, OPTS, WHAT) /* lists of tensors for one of every process */                  \
-  WorkPtr NAME(std::vector<Tensors>& out, Tensors& in, const c10d::OPTS& o) override {                 \
-    return make(WHAT, in, flat(out), [g = gloo, o, has = !out.empty()](Tensors& a, Tensors& b) {       \
-      std::vector<Tensors> lists;                                                                      \
-      if (has) lists.push_back(b);                                                                     \
-      return g->NAME(lists, a, o);                                                                     \
-    }, in);                                                                                            \
-  }
-  MANY_TO_ONE(allgather, AllgatherOptions, "all_gather")
-  MANY_TO_ONE(gather, GatherOptions, "gather to " + std::to_string(ranks[o.rootRank]))
-  WorkPtr reduce_scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ReduceScatterOptions& o) override {
-    return make("reduce_scatter " + text_of(o.reduceOp), flat(in), out, [g = gloo, o](Tensors& a, Tensors& b) {
-      std::vector<Tensors> lists{a};
-      return g->reduce_scatter(b, lists, o);
-    }, flat(in));
-  }
-  WorkPtr scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ScatterOptions& o) override {
-    return make("scatter from " + std::to_string(ranks[o.rootRank]), flat(in), out, [g = gloo, o, has = !in.empty()](Tensors& a, Tensors& b) {
-      std::vector<Tensors> lists;
-      if (has) lists.push_back(a);
-      return g->scatter(b, lists, o);
-    }, out);
-  }
-#define TO_FROM(NAME, OPTS, WHAT)                                                                      \
-  WorkPtr NAME(Tensors& out, Tensors& in, const c10d::OPTS& o) override {                              \
-    return make(WHAT, in, out, [g = gloo, o](Tensors& a, Tensors& b) { return g->NAME(b, a, o); }, in); \
-  }
-  TO_FROM(allgather_into_tensor_coalesced, AllgatherOptions, "all_gather_coalesced")
-  TO_FROM(reduce_scatter_tensor_coalesced, ReduceScatterOptions, "reduce_scatter_coalesced " + text_of(o.reduceOp))
-  WorkPtr alltoall(Tensors& out, Tensors& in, const c10d::AllToAllOptions& o) override {
-    return make("all_to_all", in, out, [g = gloo, o](Tensors& a, Tensors& b) { return g->alltoall(b, a, o); }, {});
-  }
-#define FLAT(NAME, OPTS, WHAT)  /* gloo splits along the first dimension, hccl the bytes */            \
-  WorkPtr NAME(Tensor& out, Tensor& in, const c10d::OPTS& o) override {                                \
-    return make(WHAT, {in}, {out}, [g = gloo, o](Tensors& a, Tensors& b) {                             \
-      auto from = a[0].view(-1), to = b[0].view(-1);                                                   \
-      return g->NAME(to, from, o);                                                                     \
-    }, {in});                                                                                          \
-  }
-  FLAT(_allgather_base, AllgatherOptions, "all_gather_into_tensor")
-  FLAT(_reduce_scatter_base, ReduceScatterOptions, "reduce_scatter_tensor " + text_of(o.reduceOp))
-  WorkPtr alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& os, std::vector<int64_t>& is,
-                        const c10d::AllToAllOptions& o) override {
-    return make("all_to_all_single", {in}, {out}, [g = gloo, o, os, is](Tensors& a, Tensors& b) mutable {
-      return g->alltoall_base(b[0], a[0], os, is, o);
-    }, {});
-  }
-  WorkPtr send(Tensors& t, int dst, int) override { return message(t, dst, true); }
-  WorkPtr recv(Tensors& t, int src, int) override { return message(t, src, false); }
-};
 }  // namespace
+
+#include "collectives.hpp"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("device_count", &device_count);
@@ -938,6 +613,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("report", &report);
   m.def("watch", &watch);
   m.def("recorded_streams", [] { return recorded_streams.load(); });
+  m.def("arrive", [](const std::string& when, unsigned seed) {
+    TORCH_CHECK(when == "late" || when == "at once" || when == "random", "copies arrive late, at once or random, not ", when);
+    order::Lock lock(order::mutex);
+    order::arrival = when;
+    order::dice.seed(seed);
+  });
   m.def("change_data_ptr", &change_data_ptr);
   m.def("hccl_over", [](c10d::Backend* gloo, std::vector<int64_t> ranks) -> Gloo {
     return c10::make_intrusive<Hccl>(Gloo::reclaim_copy(gloo), std::move(ranks));

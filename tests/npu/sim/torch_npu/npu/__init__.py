@@ -88,8 +88,7 @@ def get_device_properties(device: DeviceLike = None) -> SimpleNamespace:
 
 
 def synchronize(device: DeviceLike = None) -> None:
-    _index(device)
-    _sim.report("synchronize")
+    torch.accelerator.synchronize(_index(device))
 
 
 class device:
