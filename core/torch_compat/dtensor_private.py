@@ -33,6 +33,14 @@ def local_tensor(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
+def local_part(gradient: Tensor, parameter: DTensor) -> Tensor:
+    """What this process has of a parameter's gradient, which is laid out as the parameter if it is not yet. 2.6, 2.15."""
+    given = cast(DTensor, gradient)
+    if given._spec is not parameter._spec and given.placements != parameter.placements:
+        given = given.redistribute(parameter.device_mesh, parameter.placements)
+    return given._local_tensor
+
+
 def laid_out_as(tensor: DTensor, local: Tensor) -> DTensor:
     """``local``, this process's part of a tensor that has the shape and the layout of another one. 2.6, 2.15.
 
@@ -41,8 +49,26 @@ def laid_out_as(tensor: DTensor, local: Tensor) -> DTensor:
     spec = tensor._spec
     meta = spec.tensor_meta
     assert meta is not None
-    spec = dataclasses.replace(spec, tensor_meta=meta._replace(dtype=local.dtype))
+    if meta.dtype != local.dtype:
+        spec = dataclasses.replace(spec, tensor_meta=meta._replace(dtype=local.dtype))
     return cast(DTensor, cast(Any, DTensor)(local, spec, requires_grad=False))
+
+
+def gradient_of(parameter: DTensor, local: Tensor) -> DTensor | None:
+    """Return the gradient that backward gives for a parameter, from this process's part; None: it was added already. 2.6, 2.15.
+
+    Autograd's own addition takes as long for a DTensor as the products of a small matrix. It is left out where nothing waits for it.
+    """
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or not parameter.is_leaf:
+        return laid_out_as(parameter, local)
+    known = cast(DTensor | None, parameter.grad)
+    if known is None:
+        parameter.grad = laid_out_as(parameter, local)
+    elif known.placements == parameter.placements and known.dtype == local.dtype:
+        known._local_tensor.add_(local)
+    else:
+        return laid_out_as(parameter, local)
+    return None
 
 
 ITEM = torch.ops.aten._local_scalar_dense.default

@@ -162,6 +162,10 @@ def base_of(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
+without_function_modes = torch._C.DisableTorchFunction
+"""Context in which functions of torch, and attributes of tensors, are not shown to modes, which take as long as they do. 2.6, 2.15."""
+
+
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was changed in place; ``.data`` and NumPy change it uncounted. 2.6, 2.15."""
     return tensor._version
