@@ -158,6 +158,16 @@ def test_streams(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.slow
+def test_tensor_parallel(tmp_path: Path) -> None:
+    report, table = made("tensor_parallel", tmp_path, "--rounds", "1", "--iterations", "50")
+    assert all(row[kind] > 0 for row in report["rows"] for kind in ("plain", "local", "dtensor"))
+    assert [row["name"].partition(" ")[0] for row in report["rows"]] == ["add", "Linear", "AdamW", "AdamW"]
+    assert "| Linear |" in table
+
+
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_llama(tmp_path: Path) -> None:
