@@ -160,9 +160,10 @@ class MeshConfig(FSDPConfig):
     """A batch as the dataloader gives it, or a function that returns one, to trace a model with; None: the first
     samples of a runner's data. Only shapes matter."""
 
-    tp_kind: Literal["dtensor", "local"] = "dtensor"
+    tp_kind: Literal["auto", "dtensor", "local"] = "auto"
     """What passes between modules of the plan: DTensors, right for every model; or "local" tensors, which take less time,
-    for models that read the number of heads off the width that they see. The first update checks it."""
+    for models that read the number of heads off the width that they see; "auto": local tensors where tracing the model shows
+    that they give the same results. The first update compares them."""
     sequence_parallel: bool = False
     """With tensor parallelism, divide activations along their dimension 1 where ``plan`` divides no features."""
 

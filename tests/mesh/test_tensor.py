@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional
@@ -21,6 +23,9 @@ from flextrain.runner.loops.step import Stepper
 from flextrain.strategies.mesh.axis import own_random_numbers
 from flextrain.strategies.mesh.tensor import TensorParallel, local_tensors
 from flextrain.strategies.mesh.tensor.operations import register_random_numbers
+from flextrain.strategies.mesh.tensor.ordinary import needs_dtensors
+from flextrain.strategies.mesh.tensor.styles import STYLES, style_of
+from flextrain.strategies.mesh.tensor.tensor_parallel import match_rules
 from flextrain.testing import WorkerError, WorkerGroup
 from flextrain.testing.differences import CheckFailedError
 from flextrain.testing.loop import train
@@ -28,7 +33,7 @@ from flextrain.testing.loop import train
 from ..device import DEVICE
 from . import tensor_models as own
 from .models import MATRICES as SEPARATE
-from .models import of_transformers, sample
+from .models import Plain, PlainBlock, of_transformers, sample
 from .parity import RECIPES, Recipe, compare, data, started
 
 pytestmark = pytest.mark.distributed
@@ -68,6 +73,19 @@ GATHERED = {**SEPARATE, "head": "colwise_gather_output", "embed": "embedding_row
 LOCAL: list[Any] = [("plain_tied", GATHERED, ADAMW, dict(tp_kind="local"))]
 # Masks of one device, also where each process has the probabilities of other heads, or another shard of a sequence.
 DROPPING: list[Any] = [("dropping_heads", CHUNKED, ADAMW, {})]
+# Ordinary tensors where they give the same, and DTensors elsewhere: for logits, and heads that views of fixed sizes make.
+MIXED: list[Any] = [("plain", {**SEPARATE, **VOCABULARY}, ADAMW, {}), ("chunked", CHUNKED, ADAMW, {})]
+FULL_MIXED: list[Any] = [
+    ("fused", FUSED, ADAMW, {}),
+    ("gpt2", GPT2, ADAMW, {}),
+    ("llama", LLAMA, ADAMW, {}),
+    ("vision", VISION, SGD, {}),
+    ("attending", ATTENDING, SGD, {}),
+    ("odd", ODD, ADAMW, {}),
+    ("shared_norm", SEPARATE, ADAMW, {}),
+    ("in_training", SEPARATE, ADAMW, {}),
+    ("dropping_heads", CHUNKED, ADAMW, {}),
+]
 FULL: list[Any] = [
     ("plain", {**SEPARATE, **VOCABULARY}, RECIPES["frozen"], {}),
     ("fused", {**FUSED, **CONTIGUOUS}, ADAMW, {}),
@@ -105,7 +123,10 @@ def _cases(world_size: int, cases: list[Any], *marks: Any) -> list[Any]:
     found = []
     for model, *rest in cases:
         counts[model] = counts.get(model, 0) + 1
-        found.append(pytest.param(world_size, model, *rest, id=f"{world_size}-{model}-{counts[model]}", marks=marks))
+        kind: Any = counts[model]
+        if cases in (MIXED, FULL_MIXED):
+            kind, rest[-1] = "mixed", dict(plan_example=partial(sample, model, 2, 0))
+        found.append(pytest.param(world_size, model, *rest, id=f"{world_size}-{model}-{kind}", marks=marks))
     return found
 
 
@@ -114,6 +135,9 @@ def _cases(world_size: int, cases: list[Any], *marks: Any) -> list[Any]:
     [
         *_cases(2, [*QUICK, *LOCAL, *DROPPING]),
         *_cases(2, [*FULL, *FULL_DROPPING], pytest.mark.full),
+        *_cases(2, MIXED),
+        *_cases(2, FULL_MIXED, pytest.mark.full),
+        *_cases(4, MIXED, pytest.mark.full),
         *_cases(3, QUICK[2:], pytest.mark.full),
         *_cases(4, [*QUICK, *LOCAL, *FULL], pytest.mark.full),
     ],
@@ -142,6 +166,133 @@ def test_gradients_that_are_pending_sums_are_clipped_by_value(
     """Those of norms, where each process has other positions, and of a scalar, which FSDP does not shard either."""
     spec = dict(type="MeshStrategy", tp=2, plan=ODD, sequence_parallel=True)
     workers(world_size).run(parity, spec, "odd", Recipe(optimizer="SGD", accumulate=2, largest=1e-3), updates=2)
+
+
+# What layers give each other
+
+
+def kinds(specs: list[dict[str, Any]], name: str) -> list[str]:
+    """In a worker: what the log says of each."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("flextrain")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        for spec in specs:
+            with started(dict(type="MeshStrategy", tp=2, **spec), name, ADAMW):
+                lines.append("")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return [
+        line.removeprefix("strategy.tp_kind: ") for line in lines if not line or line.startswith("strategy.tp_kind")
+    ]
+
+
+def test_what_layers_give_each_other_is_in_the_log(workers2: WorkerGroup) -> None:
+    example = dict(plan_example=partial(sample, "fused", 2, 0))
+    specs: list[dict[str, Any]] = [
+        dict(plan=FUSED),
+        dict(plan=FUSED, sequence_parallel=True, **example),
+        dict(plan={**FUSED, "norm": "sequence"}, **example),
+        dict(plan=FUSED, plan_example=dict(inputs=torch.ones(2))),
+        dict(plan=FUSED, tp_kind="dtensor"),
+        dict(plan={**FUSED, "head": "colwise"}, **example),
+        dict(plan={"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"}, **example),
+    ]
+    assert workers2.run(kinds, specs, "fused")[0] == [
+        "layers give each other DTensors, there is no batch to trace the model with, strategy.plan_example", "",
+        "layers give each other DTensors, sequence_parallel divides positions", "",
+        "layers give each other DTensors, norm divides sequences", "",
+        "layers give each other DTensors, the model could not be traced (ConfigError: batch.inputs: is no argument of Plain.forward, "
+        "did you mean input_ids?)", "",
+        "",
+        "layers give each other ordinary tensors, but not these: head (a cross entropy takes its classes), layers.*.qkv "
+        "(view has a size of its own)", "",
+        "",
+    ]  # fmt: skip
+
+
+class OfHeads(PlainBlock):
+    """Each head has a number that is counted from the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        q, k, v = (f(h).unflatten(-1, (-1, self.head)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        slopes = torch.arange(q.shape[1], dtype=x.dtype, device=x.device).view(-1, 1, 1)
+        mixed = functional.scaled_dot_product_attention(q * slopes, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class Scaling(PlainBlock):
+    """Computes with the number of features that it sees."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = functional.gelu(self.up(self.norm2(x)))
+        return super().forward(x) + self.down(hidden / hidden.shape[-1])
+
+
+class Gated(PlainBlock):
+    """A gate that every process has is over features of which each has some."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__(width, heads, dropout)
+        self.gate = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.down(self.up(x) * self.gate(x).sigmoid())
+
+
+class Penalised(Plain):
+    """Returns what the plan divides."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        block: Any = self.layers[0]
+        return {**super().forward(input_ids, labels), "hidden": block.up(self.embed(input_ids))}  # type: ignore[dict-item]
+
+
+own.MODELS.update(
+    of_heads=partial(Plain, OfHeads), scaling=partial(Plain, Scaling), gated=partial(Plain, Gated), penalised=Penalised
+)
+QKV = "layers.*.[qkv]"
+
+
+@pytest.mark.parametrize(
+    "model, plan, expected",
+    [
+        ("plain", SEPARATE, {}),
+        ("plain", {**SEPARATE, "head": "colwise"}, {"head": "a cross entropy takes its classes"}),
+        ("plain", {**SEPARATE, "head": "colwise_gather_output"}, {}),
+        ("fused", FUSED, {"layers.*.qkv": "view has a size of its own"}),
+        ("fused", {**FUSED, **CONTIGUOUS}, {"layers.*.qkv": "tp=2 divides no heads of it"}),
+        ("chunked", CHUNKED, {"layers.*.qkv": "view has a size of its own"}),  # without an error, and with wrong heads
+        ("split", CHUNKED, {"layers.*.qkv": "split has a size of its own"}),
+        ("shared_norm", SEPARATE, {QKV: "native_layer_norm joins it with trained values that every process has"}),
+        ("gated", SEPARATE, {"layers.*.up": "mul joins it with trained values that every process has"}),
+        ("in_training", SEPARATE, {"layers.*.up": "an operation takes all of its features"}),
+        ("scaling", SEPARATE, {"layers.*.up": "div has a size of its own"}),
+        ("of_heads", SEPARATE, {QKV: "arange makes values for all of its features"}),
+        ("penalised", SEPARATE, {"layers.*.up": "they are returned"}),
+        ("dropping_heads", CHUNKED, {
+            "layers.*.qkv": "an operation takes all of its features",
+            "layers.*.mlp.0": "the masks of dropout are those of one device",
+        }),
+        ("vision", VISION, {}),
+        ("attending", ATTENDING, {"head": "a cross entropy takes its classes"}),
+        ("odd", ODD, {"up": "tp=2 divides no heads of it", "gate": "tp=2 divides no heads of it", "head": "a cross entropy takes its classes"}),
+    ],
+)  # fmt: skip
+def test_where_dtensors_are_needed(model: str, plan: dict[str, str], expected: dict[str, str]) -> None:
+    module = own.MODELS[model]()
+    names = [name for name, _ in module.named_modules() if name]
+    rules = match_rules(plan, names, list(STYLES))
+    styles = {name: style_of(style, "plan") for name, style in rules.items()}
+    wanted = {name: why for rule, why in expected.items() for name in names if fnmatchcase(name, rule)}
+    assert needs_dtensors(module, sample(model, 2, 0), styles, 2) == wanted
 
 
 def unsettled_gradients() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from flextrain.testing.differences import same_tensors
 from flextrain.testing.loop import alone, train
 from flextrain.testing.sessions import load, save, whole_model
 
+from .models import sample
 from .parity import RECIPES, data, dtype_of, reference, started
 from .test_tensor import CONTIGUOUS, FUSED
 
@@ -25,7 +27,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one": dict(type="SingleDeviceStrategy"),
     "fsdp": dict(type="FSDPStrategy"),
     "contiguous": {**PACKED, "plan": {**FUSED, **CONTIGUOUS}},
-    "packed": dict(PACKED, wrap="blocks"),
+    "packed": dict(PACKED, wrap="blocks", tp_kind="dtensor"),
+    "mixed": dict(PACKED, wrap="blocks", plan_example=partial(sample, "fused", 2, 0)),
     "deferred": dict(PACKED, wrap="blocks"),
 }
 
@@ -58,11 +61,12 @@ def resumed(first: str, second: str, folder: Path) -> None:
 
 def _pairs() -> list[Any]:
     of_two = [("one", "packed"), ("packed", "one"), ("packed", "fsdp"), ("fsdp", "packed"), ("packed", "contiguous")]
+    of_two += [("mixed", "packed"), ("packed", "mixed"), ("mixed", "one")]
     of_two += [("contiguous", "packed"), ("deferred", "packed"), ("packed", "deferred")]
     of_four = [("one", "packed"), ("packed", "one"), ("packed", "fsdp"), ("fsdp", "deferred"), ("contiguous", "packed")]
     found = [(2, *pair) for pair in of_two] + [(4, *pair) for pair in of_four]
-    quick = (2, "packed", "one")
-    return [pytest.param(*each, marks=[] if each == quick else pytest.mark.full) for each in found]
+    quick = [(2, "packed", "one"), (2, "mixed", "packed")]
+    return [pytest.param(*each, marks=[] if each in quick else pytest.mark.full) for each in found]
 
 
 @pytest.mark.parametrize("world_size, first, second", _pairs())

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from .chosen import check_heads_given, check_styles_given, choose_plan, described, nearest_rule
-from .tracing import without_memory
+from .chosen import check_heads_given, check_styles_given, choose_plan, described, example_of, nearest_rule
+from .found import with_globs
+from .tracing import why_not_traced, without_memory
 
-__all__ = ["check_heads_given", "check_styles_given", "choose_plan", "described", "nearest_rule", "without_memory"]
+__all__ = [
+    "check_heads_given",
+    "check_styles_given",
+    "choose_plan",
+    "described",
+    "example_of",
+    "nearest_rule",
+    "why_not_traced",
+    "with_globs",
+    "without_memory",
+]

@@ -181,6 +181,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the axes of a tensor; new ones for one that was never seen."""
         return self._labels_of(tensor)
 
+    def is_known(self, tensor: Tensor) -> bool:
+        """Whether a rule has given a tensor its axes, or asked for them."""
+        return id(tensor) in self._labels
+
     def label_of_parameter(self, name: str, dim: int) -> Label:
         """Return the axes of a dimension of a parameter."""
         found = next(key for key, known in self._names.items() if known == name)
@@ -583,12 +587,8 @@ def trace(model: nn.Module, batch: Any) -> Traced:
         ConfigError: the model cannot run without values, or in one call.
     """
     name = type(model).__name__
-    if overrides(model, "train_step"):
-        raise ConfigError(f"strategy.plan: {name} defines its own train_step, which cannot be traced; {GIVE}")
-    if is_compiled(model):
-        raise ConfigError(
-            f"strategy.plan: {name} is compiled already and cannot be traced; give strategy.compile, or {GIVE}"
-        )
+    if why := why_not_traced(model):
+        raise ConfigError(f"strategy.plan: {name} {why}{GIVE}")
     with without_memory(model, batch) as (parameters, run):
         recorder = Recorder(parameters, RULES)
         try:
@@ -601,6 +601,15 @@ def trace(model: nn.Module, batch: Any) -> Traced:
             ) from error
         found = [value for value in tree_flatten(_as_dict(result))[0] if isinstance(value, Tensor) and value.ndim]
         return Traced(recorder.products, [recorder.labels(value)[-1] for value in found], recorder)
+
+
+def why_not_traced(model: nn.Module) -> str:
+    """Return what keeps a model from being traced, in words for a message; empty if nothing is known."""
+    if overrides(model, "train_step"):
+        return "defines its own train_step, which cannot be traced; "
+    if is_compiled(model):
+        return "is compiled already and cannot be traced; give strategy.compile, or "
+    return ""
 
 
 @contextlib.contextmanager

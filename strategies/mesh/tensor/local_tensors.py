@@ -6,13 +6,14 @@ without an error, for example where a joint projection is cut. Therefore the fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
@@ -20,11 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 from ....core.base.errors import StrategyError
 from ....core.base.trees import tree_map_only
-from ....core.torch_compat.torch_private import has_values, tree_flatten
-from ..axis import own_random_numbers
+from ....core.torch_compat.dtensor_private import gradient_of, local_tensor
+from ....core.torch_compat.torch_private import has_values, tree_flatten, version_of, without_function_modes
+from ..axis import own_random_numbers, replace_forward
 from ..first_batch import differentiated, differing, trying
 from .operations import backward_within
-from .styles import Style, input_dim
+from .styles import Style, divided_inputs, makes_shards, of_some_dtensors
 
 _RANDOM = {
     functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.alpha_dropout,
@@ -42,25 +44,31 @@ class LocalTensors:
         model: parameters without a style stay as they are.
         mesh: of one dimension.
         styles: by name of the module.
+        but: names of modules whose outputs are DTensors all the same, until a row-wise module takes them.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style]) -> None:
-        self._model, self._mesh = model, mesh
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style], but: Collection[str] = ()
+    ) -> None:
+        self._model, self._has_dtensors = model, bool(but)
+        self.mesh, self.group, self.size = mesh, mesh.get_group(), mesh.size()
         self.is_exact = False
         """Whether DTensors are passed on between modules, as without this class."""
-        self._planned: set[str] = set()  # parameters
-        self._open: list[str] = []  # modules whose divided outputs no row-wise module has taken yet
-        self._seen: list[tuple[str, Tensor]] | None = None
+        self.seen: list[tuple[str, Tensor]] | None = None
+        """What planned modules take and return, while it is compared."""
+        self.open: list[str] = []
+        """Modules whose divided outputs no row-wise module has taken yet."""
+        self._taken: tuple[Tensor, int, Tensor] | None = None
         for name, style in styles.items():
             module = model.get_submodule(name)
-            whole = _divided_inputs(module) if style.sums else None
+            if style.local:  # as without a style: all of it on every process, unless another axis divides it
+                continue
+            kind = _LocalLinear if _is_torchs_linear(module) and name not in but and style.outputs is None else _Planned
+            replace_forward(module, partial(kind, self, name, style, module, name in but))
             for key, parameter in [*module.named_parameters(recurse=False)]:
                 layout = style.placement(module, key, parameter)
                 placed = distribute_tensor(parameter.detach(), mesh, [layout], src_data_rank=None)
-                self._planned.add(f"{name}.{key}")
                 self._replace(parameter, nn.Parameter(placed, requires_grad=parameter.requires_grad))
-            module.register_forward_pre_hook(partial(self._enter, name, whole), with_kwargs=True)
-            module.register_forward_hook(partial(self._leave, name, style))
 
     def _replace(self, parameter: nn.Parameter, by: nn.Parameter) -> None:
         for module in self._model.modules():  # of several that share it too
@@ -68,34 +76,28 @@ class LocalTensors:
                 if found is parameter:
                     setattr(module, key, by)
 
-    def _enter(self, name: str, whole: int | None, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        def enter(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, DTensor) and tensor.ndim:
-                is_shard = whole is not None and tensor.shape[-1] * self._mesh.size() == whole
-                layout = Shard(tensor.ndim - 1) if is_shard else Replicate()
-                tensor = cast(Tensor, DTensor.from_local(tensor, self._mesh, (layout,), run_check=False))
-            if self._seen is not None and whole is not None and isinstance(tensor, DTensor):
-                # Beside what it returns, in which a weight that was initialised with zeros shows nothing.
-                self._seen.append((f"the input of {name}", _whole(tensor)))
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalTensors:
+        return self  # a copy of a model has no other processes
+
+    def taken(self, tensor: Tensor) -> Tensor:
+        """Return the tensor for a column-wise module, whose gradient is added over the processes once for all that take it."""
+        if not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor
+        known, version = self._taken, version_of(tensor)
+        if known is None or known[0] is not tensor or known[1] != version:
+            found = tensor.view_as(tensor)
+            found.register_hook(self._add_up)  # type: ignore[no-untyped-call]
+            self._taken = known = (tensor, version, found)
+        return known[2]
 
-        return tree_map_only(Tensor, enter, args), tree_map_only(Tensor, enter, kwargs)
+    def _add_up(self, gradient: Tensor) -> Tensor:
+        torch.distributed.all_reduce(gradient, group=self.group)  # in place: only modules of the plan have made it
+        return gradient
 
-    def _leave(self, name: str, style: Style, module: nn.Module, args: Any, output: Any) -> Any:
-        gathers = style.sums or style.outputs is not None or isinstance(module, nn.MultiheadAttention)
-
-        def leave(tensor: DTensor) -> Tensor:
-            if gathers:
-                tensor = tensor.redistribute(placements=(Replicate(),))
-                if self._seen is not None and tensor.is_floating_point():
-                    self._seen.append((name, tensor.to_local().detach()))
-            return tensor if self.is_exact else tensor.to_local()
-
-        if style.sums:
-            self._open.clear()
-        elif not gathers:
-            self._open.append(name)
-        return tree_map_only(DTensor, leave, output)
+    def close(self) -> None:
+        """Note that a row-wise module has taken what was divided."""
+        self.open.clear()
+        self._taken = None
 
     @property
     def have_values(self) -> bool:
@@ -105,15 +107,18 @@ class LocalTensors:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Context for forward and backward, in which processes drop different elements of what they have shards of."""
-        with _RandomApart(self._mesh, lambda: bool(self._open) and not self.is_exact):
-            yield
+        apart = _RandomApart(self.mesh, lambda: bool(self.open) and not self.is_exact)
+        try:
+            with apart, of_some_dtensors() if self._has_dtensors else nullcontext():
+                yield
+        finally:
+            self._taken = None
 
-    def verify(self, compute: Callable[[], Any], exactly: Callable[[], AbstractContextManager[Any]]) -> None:
+    def verify(self, compute: Callable[[], Any]) -> None:
         """Compute the first batch with DTensors throughout too, and compare what planned modules return, and gradients.
 
         Args:
             compute: calls the model; in training the first tensor that it returns is the loss.
-            exactly: makes the context in which a model of DTensors computes.
 
         Raises:
             StrategyError: on every process, if they differ, or if a part of the model has shards where it needs all.
@@ -122,49 +127,155 @@ class LocalTensors:
         gradients: list[dict[str, Tensor]] = []
         try:
             for self.is_exact in (True, False):
-                self._seen, self._open = [], []
-                with trying(self._model), exactly() if self.is_exact else self.running():
+                self.seen, self.open = [], []
+                with trying(self._model), of_some_dtensors() if self.is_exact else self.running():
                     outputs = [each for each in tree_flatten(compute())[0] if isinstance(each, Tensor)]
                     if torch.is_grad_enabled():
                         gradients.append(differentiated(self._model, outputs[0]))
                 tensors = [each for each in outputs if each.is_floating_point()]
-                found.append([*self._seen, *(("the output", _whole(each)) for each in tensors)])
+                found.append([*self.seen, *(("the output", _whole(each)) for each in tensors)])
         except Exception as error:  # shapes that do not fit raise anything
             if self.is_exact:
                 raise
             reason = " ".join(str(error).split())
-            raise StrategyError(f"{_ADVICE} shards do not fit the model: {reason}") from error
+            raise StrategyError(f"{LOCAL_ADVICE} shards do not fit the model: {reason}") from error
         finally:
-            self._seen, self.is_exact = None, False
-        if self._open:
+            self.seen, self.is_exact = None, False
+        if self.open:
             raise StrategyError(
-                f'{_ADVICE} no row-wise module takes the shard that {self._open[-1]} returns; make it "colwise_gather_output"'
+                f'{LOCAL_ADVICE} no row-wise module takes the shard that {self.open[-1]} returns; make it "colwise_gather_output"'
             )
         for (name, expected), (_, local) in zip(*found, strict=True):
             allowed = _TOLERANCE.get(expected.element_size(), 1e-3) * float(expected.abs().max())
             if expected.shape != local.shape or not float((expected - local).abs().max()) <= allowed:
-                raise StrategyError(f"{_ADVICE} {name} is computed differently from one device")
+                raise StrategyError(f"{LOCAL_ADVICE} {name} is computed differently from one device")
         if gradients:
             exact, local = gradients
-            for name in [
-                name for name in exact if name not in self._planned
-            ]:  # in both ways, the gradient of what a process has of its inputs
-                torch.distributed.all_reduce(exact[name].copy_(local[name]), group=self._mesh.get_group())
-                exact[name] /= self._mesh.size()
             parameter = next(self._model.parameters())
             wrong = differing(local, exact, parameter.dtype, parameter.device)
             if wrong is not None:
                 raise StrategyError(
-                    f"{_ADVICE} the gradient of {wrong[0]} differs by {wrong[1]:.1e} of its size from that of one device"
+                    f"{LOCAL_ADVICE} the gradient of {wrong[0]} differs by {wrong[1]:.1e} of its size from that of one device"
                 )
 
 
-def _divided_inputs(module: nn.Module) -> int | None:
-    """Return the number of input features of a module that adds up over processes; None if it takes whole inputs."""
-    if isinstance(module, (nn.MultiheadAttention, nn.Embedding)):
-        return None
-    weight = next(parameter for parameter in module.parameters(recurse=False) if parameter.ndim > 1)
-    return weight.shape[input_dim(module, weight)]
+# What takes the place of the forward of a planned module.
+
+
+class _Planned:
+    """Computes with DTensors, of ordinary tensors that it takes and returns.
+
+    Args:
+        local: what all planned modules share.
+        name, style: of the module.
+        gives_dtensors: what it returns stays a DTensor.
+        forward: the module's own.
+    """
+
+    def __init__(
+        self, local: LocalTensors, name: str, style: Style, module: nn.Module, gives_dtensors: bool,
+        forward: Callable[..., Any],
+    ) -> None:  # fmt: skip
+        self._local, self._name, self._style, self._module, self._forward = local, name, style, module, forward
+        self._gives_dtensors = gives_dtensors
+        self._whole, self._makes_shards = divided_inputs(style, module), makes_shards(style, module)
+        self._gathers = style.sums or style.outputs is not None or isinstance(module, nn.MultiheadAttention)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._forward(*tree_map_only(Tensor, self._enter, args), **tree_map_only(Tensor, self._enter, kwargs))
+        if self._style.sums:
+            self._local.close()
+        elif self._makes_shards and not self._gives_dtensors:
+            self._local.open.append(self._name)
+        return tree_map_only(DTensor, self._leave, output)
+
+    def _enter(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor) and tensor.ndim:
+            layout = Shard(tensor.ndim - 1) if self._is_shard(tensor) else Replicate()
+            tensor = cast(Tensor, DTensor.from_local(tensor, self._local.mesh, (layout,), run_check=False))
+        if self._local.seen is not None and self._whole is not None and isinstance(tensor, DTensor):
+            # Beside what it returns, in which a weight that was initialised with zeros shows nothing.
+            self._local.seen.append((f"the input of {self._name}", _whole(tensor)))
+        return tensor
+
+    def _is_shard(self, tensor: Tensor) -> bool:
+        return self._whole is not None and tensor.shape[-1] * self._local.size == self._whole
+
+    def _leave(self, tensor: DTensor) -> Tensor:
+        if self._gathers:
+            tensor = tensor.redistribute(placements=(Replicate(),))
+            if self._local.seen is not None and tensor.is_floating_point():
+                self._local.seen.append((self._name, tensor.to_local().detach()))
+        return tensor if self._local.is_exact or (self._gives_dtensors and not self._gathers) else tensor.to_local()
+
+
+def _is_torchs_linear(module: nn.Module) -> bool:
+    own = module.parameters(recurse=False)
+    return type(module).forward is nn.Linear.forward and all(type(each) in (Tensor, nn.Parameter) for each in own)
+
+
+class _LocalLinear(_Planned):
+    """A Linear of ordinary tensors: DTensor takes several times as long as the arithmetic of small ones."""
+
+    def __call__(self, input: Tensor) -> Any:
+        # A compiler knows what DTensors do in a graph.
+        if not self._local.is_exact and not isinstance(input, DTensor) and not torch.compiler.is_compiling():
+            with without_function_modes():
+                if not self._style.sums:
+                    return self._by_columns(input)
+                if self._is_shard(input):
+                    return self._by_rows(input)
+        return super().__call__(input)
+
+    def _by_columns(self, input: Tensor) -> Tensor:
+        self._local.open.append(self._name)
+        module = self._module
+        return cast(Tensor, _Linear.apply(self._local.taken(input), module.weight, module.bias, None))
+
+    def _by_rows(self, input: Tensor) -> Tensor:
+        local, module = self._local, self._module
+        if local.seen is not None:
+            shard = DTensor.from_local(input.detach(), local.mesh, (Shard(input.ndim - 1),), run_check=False)
+            local.seen.append((f"the input of {self._name}", _whole(shard)))
+        output = cast(Tensor, _Linear.apply(input, module.weight, module.bias, local.group))
+        if local.seen is not None:
+            local.seen.append((self._name, output.detach()))
+        local.close()
+        return output
+
+
+class _Linear(torch.autograd.Function):
+    """``functional.linear`` of this process's part of DTensors; the results are added over a group, unless it is None."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: DTensor, bias: DTensor | None, group: Any) -> Tensor:
+        ctx.weight, ctx.bias, ctx.dtype = weight, bias, input.dtype
+        own, added = local_tensor(weight), None if bias is None else local_tensor(bias)
+        if torch.is_autocast_enabled(device := input.device.type) and input.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+            input, own, added = input.to(dtype), own.to(dtype), None if added is None else added.to(dtype)
+        ctx.save_for_backward(input, own)
+        if group is None:
+            return functional.linear(input, own, added)
+        found = functional.linear(input, own)
+        torch.distributed.all_reduce(found, group=group)
+        return found if added is None else found.add_(added)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with without_function_modes():
+            input, own = ctx.saved_tensors
+            needs, of_input, of_weight, of_bias = ctx.needs_input_grad, None, None, None
+            flat = gradient if gradient.ndim == 2 else gradient.reshape(-1, gradient.shape[-1])
+            if needs[0]:
+                of_input = (gradient @ own).to(ctx.dtype)
+            if needs[1]:
+                rows = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
+                of_weight = gradient_of(ctx.weight, (flat.T @ rows).to(ctx.weight.dtype))
+            if needs[2]:
+                of_bias = gradient_of(ctx.bias, flat.sum(0).to(ctx.bias.dtype))
+            return of_input, of_weight, of_bias, None
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -172,7 +283,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-_ADVICE = 'strategy.tp_kind: "local" is not possible, choose "dtensor":'
+LOCAL_ADVICE = 'strategy.tp_kind: "local" is not possible, choose "dtensor":'
 
 
 class OwnPlanShards:
@@ -223,24 +334,21 @@ def _draws(function: Any, args: Any, kwargs: Any) -> bool:
     return bool(kwargs.get("training", args[2] if len(args) > 2 else True))
 
 
-def check_local(model: nn.Module, styles: Mapping[str, Style], size: int) -> None:
-    """Raise StrategyError if a plan cannot be applied with local tensors; before the model is changed."""
+def why_not_local(model: nn.Module, styles: Mapping[str, Style], size: int) -> str:
+    """Return why a plan cannot be applied with local tensors, before the model is changed; empty if it can."""
     planned = {id(p) for name in styles for p in model.get_submodule(name).parameters(recurse=False)}
     for name, module in model.named_modules():
         style = styles.get(name)
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             where = f"model.{name}.{key}"
             if style is None and id(parameter) in planned:
-                raise StrategyError(
-                    f"{_ADVICE} {where} is shared with a module of the plan; or give {name} a style too"
-                )
+                return f"{where} is shared with a module of the plan; or give {name} a style too"
             if style is None:
                 continue
             layout = style.placement(module, key, parameter)
             dim = getattr(layout, "dim", None)
             if dim is not None and parameter.shape[dim] % size:
-                raise StrategyError(
-                    f"{_ADVICE} tp={size} does not divide the {parameter.shape[dim]} features of {where}"
-                )
+                return f"tp={size} does not divide the {parameter.shape[dim]} features of {where}"
         if style is not None and (style.inputs, style.outputs) == (Shard(1), Shard(1)):
-            raise StrategyError(f"{_ADVICE} {name} divides sequences")
+            return f"{name} divides sequences"
+    return ""

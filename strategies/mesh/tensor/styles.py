@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.placement_types import Placement
 
 from ....core.base.errors import ConfigError, StrategyError
@@ -183,6 +185,20 @@ def input_dim(module: nn.Module, parameter: Tensor) -> int:
     if _is_transposed(module):
         return 0
     return 1 if _is_convolution(module) else parameter.ndim - 1
+
+
+def makes_shards(style: Style, module: nn.Module) -> bool:
+    """Whether a module returns features of which each process has some."""
+    whole = style.sums or style.outputs is not None or isinstance(module, nn.MultiheadAttention)
+    return style.inputs is not None and not whole
+
+
+def divided_inputs(style: Style, module: nn.Module) -> int | None:
+    """Return the number of input features of a module that takes a shard of them, and adds up over processes; None: it takes all."""
+    if not style.sums or isinstance(module, (nn.MultiheadAttention, nn.Embedding)):
+        return None
+    weight = next(parameter for parameter in module.parameters(recurse=False) if parameter.ndim > 1)
+    return weight.shape[input_dim(module, weight)]
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -404,7 +420,7 @@ def _mark(tensor: DTensor) -> DTensor:
 
 
 class LogitsFunctions(DTensorFunctions):
-    """Context for a model of ordinary tensors whose logits alone are DTensors, until they leave it."""
+    """Context for a model of ordinary tensors some of which are DTensors, such as logits until they leave it."""
 
     throughout = False
 
@@ -419,6 +435,13 @@ class LogitsFunctions(DTensorFunctions):
                 # Torch itself would give an ordinary tensor the gradient of a DTensor.
                 args, kwargs = tree_map_only(Tensor, lambda one: _replicated(one, spread.device_mesh), (args, kwargs))
         return super().__torch_function__(function, types, args, kwargs)
+
+
+@contextmanager
+def of_some_dtensors() -> Iterator[None]:
+    """Context for a model of ordinary tensors in which a few are DTensors, such as logits."""
+    with implicit_replication(), LogitsFunctions():
+        yield
 
 
 def _whole_if_left(tensor: DTensor) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.experimental import implicit_replication
 
 from ....core.base.errors import ConfigError, StrategyError, one_of, suggest, unchecked
+from ....core.comm.agreement import gather_differing
 from ....core.model.base_model import overrides, own_run_forward, takes_mode
 from ....optim.wrapper import OptimWrapper
 from ...base import EvalStep, Optim, TrainStep
@@ -19,8 +22,17 @@ from ...fsdp import choose_roots
 from ...sharding import check_divided
 from ..axis import Axis, CheckWindow, Evaluate, Layout, RunWindow
 from ..config import MeshConfig
-from ..plans import check_heads_given, check_styles_given, choose_plan, described, nearest_rule
-from .local_tensors import LocalTensors, OwnPlanShards, check_local
+from ..plans import (
+    check_heads_given,
+    check_styles_given,
+    choose_plan,
+    described,
+    example_of,
+    nearest_rule,
+    why_not_traced,
+    with_globs,
+)
+from .local_tensors import LOCAL_ADVICE, LocalTensors, OwnPlanShards, why_not_local
 from .operations import (
     DTensorFunctions,
     register_cpu_attention,
@@ -28,17 +40,21 @@ from .operations import (
     register_random_numbers,
     register_whole_operations,
 )
+from .ordinary import needs_dtensors
 from .styles import (
     STYLES,
     DividedLogits,
-    LogitsFunctions,
+    Style,
     as_local,
     as_replicated,
     check_float8,
     check_styles,
     distribute_model,
+    of_some_dtensors,
     style_of,
 )
+
+_logger = logging.getLogger("flextrain")
 
 # Rules of a plan: globs over module names, each with a style.
 
@@ -84,12 +100,14 @@ class TensorParallel(Axis):
     fast = True
     _local: LocalTensors | None = None
     _own: OwnPlanShards | None = None
+    _but: Mapping[str, str] = MappingProxyType({})  # modules that give others DTensors, and why
     _is_running = _is_updating = _has_logits = _is_evaluation_verified = False
 
     def __init__(self, config: MeshConfig, layout: Layout) -> None:
         super().__init__(config, layout)
         self._of_call = ExitStack()  # the context of a call of the model by the user,
         self._of_backward = ExitStack()  # and of the backward that may follow it
+        self._is_local = config.tp_kind == "local"
 
     @classmethod
     def check_config(cls, config: MeshConfig) -> None:
@@ -98,8 +116,6 @@ class TensorParallel(Axis):
         for key in ("tp_kind", "sequence_parallel", "plan_example") if config.tp == 1 else ():
             if getattr(config, key) != type(config).model_fields[key].default:
                 raise ConfigError(f"strategy.{key}: has no effect with strategy.tp=1; give tp, or leave it out")
-        if isinstance(config.plan, Mapping) and config.plan_example is not None:
-            raise ConfigError("strategy.plan_example: has no effect beside strategy.plan, leave one of them out")
         if config.pp != 1 and config.tp_kind == "local":
             raise ConfigError(
                 f'strategy.tp_kind: "local" is not possible with strategy.pp={config.pp}; choose "dtensor"'
@@ -132,11 +148,49 @@ class TensorParallel(Axis):
             check_styles_given(self._found, model)
             check_heads_given(self.config, model, self._found, self.size, self.example)
         if self.config.tp_kind == "local":
-            check_local(model, self._styles, self.size)
+            if why := why_not_local(model, self._styles, self.size):
+                raise StrategyError(f"{LOCAL_ADVICE} {why}")
             if overrides(model, "train_step"):
                 raise StrategyError(
                     'strategy.tp_kind: "local" is not possible with a train_step of one\'s own, choose "dtensor"'
                 )
+        elif self.config.tp_kind == "auto":
+            self._choose_kind(model)
+
+    def _choose_kind(self, model: nn.Module) -> None:
+        """Choose what layers give each other; a collective."""
+        but: dict[str, str] = {}
+        batch = None
+        why = self._why_dtensors(model)
+        try:
+            batch = None if why else example_of(self.config, model, self.example)
+        except ConfigError:
+            why = "there is no batch to trace the model with, strategy.plan_example"
+        try:
+            but = {} if why else needs_dtensors(model, batch, self._styles, self.size)
+        except Exception as error:  # a model raises anything
+            why = f"the model could not be traced ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        own: tuple[str, dict[str, str]] = (why, but)
+        why, but = gather_differing(own)[0]  # samples, and so shapes, may differ
+        self._is_local, self._but = not why, but
+        if why:
+            _logger.info(f"strategy.tp_kind: layers give each other DTensors, {why}")
+        elif but:
+            reasons = with_globs(but, [name for name, _ in model.named_modules()])
+            says = ", ".join(f"{name} ({why})" for name, why in reasons.items())
+            _logger.info(f"strategy.tp_kind: layers give each other ordinary tensors, but not these: {says}")
+
+    def _why_dtensors(self, model: nn.Module) -> str:
+        """Return why all layers have to give each other DTensors, in words; empty if that is not known yet."""
+        if self.config.pp > 1:
+            return "the first batch of stages cannot be compared"
+        if self.config.sequence_parallel:
+            return "sequence_parallel divides positions"
+        if any(type(style).__module__ != Style.__module__ for style in self._styles.values()):
+            return "the plan has a style of somebody else's"
+        if why := why_not_traced(model):
+            return f"the model {why.partition(';')[0]}"
+        return why_not_local(model, self._styles, self.size)
 
     def apply(self, model: nn.Module) -> nn.Module:
         """See Axis."""
@@ -156,8 +210,8 @@ class TensorParallel(Axis):
         register_whole_operations()
         if self.mesh.device_type == "cpu":
             register_cpu_attention()
-        if self.config.tp_kind == "local":
-            self._local = LocalTensors(model, self.mesh, self._styles)
+        if self._is_local:
+            self._local = LocalTensors(model, self.mesh, self._styles, self._but)
         else:
             distribute_model(model, self.mesh, self._styles, sequence=self.config.sequence_parallel)
         self._text = described(model, self._found, self._plan.origin)
@@ -215,13 +269,13 @@ class TensorParallel(Axis):
     def check_window(self, window: Sequence[Any], step: TrainStep, inner: CheckWindow) -> None:
         """See Axis."""
         if self._local is not None:
-            if not self._local.have_values:
+            if self._local.have_values:
+                self._verify(self._local, lambda: step.forward(window[0]))
+            elif self.config.tp_kind == "local":
                 unchecked.warning(
                     'strategy.tp_kind: "local" was not compared with DTensors; a real run compares its first batch, and refuses a '
                     "model that reads whole widths"
                 )
-            else:
-                self._verify(self._local, lambda: step.forward(window[0]))
         with self._running():
             inner(window, step)
 
@@ -246,7 +300,7 @@ class TensorParallel(Axis):
     def _verify(self, local: LocalTensors, compute: Callable[[], Any]) -> None:
         self._is_running = True  # in contexts of its own
         try:
-            local.verify(compute, _of_dtensors)
+            local.verify(compute)
         finally:
             self._is_running = False
 
@@ -259,7 +313,7 @@ class TensorParallel(Axis):
             context = _of_dtensors(sequence=sequence) if self._local is None else self._local.running()
         self._is_running = True
         try:
-            with context, _of_logits() if self._has_logits else nullcontext():
+            with context, of_some_dtensors() if self._has_logits else nullcontext():
                 yield
         finally:
             self._is_running = False
@@ -269,11 +323,4 @@ class TensorParallel(Axis):
 def _of_dtensors(*, sequence: bool = False) -> Iterator[None]:
     """Context in which ordinary tensors that a model makes itself, such as masks, are taken as equal on all processes."""
     with implicit_replication(), DTensorFunctions(sequence=sequence):
-        yield
-
-
-@contextmanager
-def _of_logits() -> Iterator[None]:
-    """Context for a model whose logits alone are DTensors."""
-    with implicit_replication(), LogitsFunctions():
         yield
