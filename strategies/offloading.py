@@ -17,8 +17,10 @@ from ..core.torch_compat.torch_private import base_of, storage_key, version_of
 LEAST = 2**20
 """Bytes below which memory stays on the device: a copy of so few takes longer to start than to make."""
 
-on_host: list[Callable[[Tensor], object]] = []
-"""Called with each copy on the host, for those who keep books."""
+
+def on_host(like: Tensor, pinned: bool) -> Tensor:
+    """Return memory of the host for the values of a tensor; who keeps books of it puts another function in this one's place."""
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pinned)
 
 
 @functools.cache
@@ -50,9 +52,7 @@ class _Memory:
         self._stream = _stream_of(source.device)
         self._device = source.device
         self._event: Any = None  # of a copy that nobody has waited for
-        self._host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=self._stream is not None)
-        for tell in on_host:
-            tell(self._host)
+        self._host = on_host(source, pinned=self._stream is not None)
         self._copy(source, self._host)
 
     def _copy(self, source: Tensor, target: Tensor) -> None:

@@ -20,8 +20,9 @@ from torch.utils.flop_counter import flop_registry
 
 from ..core.base.tensors import dtype_name, parts_of
 from ..core.torch_compat.torch_private import TorchDispatchMode, apart, tree_flatten
+from ..strategies import offloading
 from .plan import MOMENTS, Kind, Moment, Phase, Traffic, Work
-from .rehearsing_private import collective_of, finding_shapes_in, in_backward, only_waits
+from .rehearsing_private import collective_of, finding_shapes_in, in_backward, only_waits, replaced
 
 # Books of one update, and those of an update with more equal micro-batches, reckoned from a few.
 
@@ -49,6 +50,7 @@ class Books:
         moments: the memory over the update.
         peak: the moment with the most memory.
         between_updates: bytes by kind at its end.
+        host: the most bytes of the host's memory that offloaded activations had.
     """
 
     traffic: _Numbers
@@ -56,6 +58,7 @@ class Books:
     moments: list[Moment]
     peak: Moment
     between_updates: dict[Kind, int]
+    host: int = 0
 
     def as_traffic(self) -> list[Traffic]:
         """The collectives of the update."""
@@ -114,7 +117,7 @@ def reckoned(first: Books, few: Sequence[Books], count: int) -> Books | None:
     work = _extended(one.work, two.work, three.work, more)
     each = _growth(*(books.peak.by_kind for books in few))
     at_the_end = _growth(*(books.between_updates for books in few))
-    if traffic is None or work is None or each is None or at_the_end is None:
+    if traffic is None or work is None or each is None or at_the_end is None or two.host != three.host:
         return None
     # Of equal ones the later: in the first update, nobody has said yet what the new state of the optimizer is.
     peaks = (_later(three.peak, each, more), _later(first.peak, each, count - EXECUTED[0]))
@@ -124,6 +127,7 @@ def reckoned(first: Books, few: Sequence[Books], count: int) -> Books | None:
         [_later(moment, each, more) for moment in three.moments],
         max(peaks, key=lambda peak: peak.total),
         _grown(three.between_updates, at_the_end, more),
+        max(first.host, three.host),
     )
 
 
@@ -194,6 +198,10 @@ class Memory:
     def forget_highest(self) -> None:
         """Look for the highest anew."""
         self._highest = 0
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is counted."""
+        return tensor.untyped_storage() in self._known
 
     def note(self, tensor: Tensor, kind: Kind) -> _Entry:
         """Count a tensor's memory as ``kind``, if it is not known yet."""
@@ -360,6 +368,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._rank, self.network = rank, network
         self.memory = Memory(self._higher)
+        self._host = Memory(self._higher_on_host)
+        self._is_on_host = False
+        self._most_on_host = 0
         self.peak = self._highest = Moment("setup", "", "", 0, {})
         self._moments: list[Moment] = []
         self._traffic: dict[tuple[str, str, int, Phase], list[float]] = {}
@@ -403,6 +414,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._setting_up = self._updating = False
         self._last = "forward"
         self._moments, self._traffic, self._work = [], {}, {}
+        self._host.forget_highest()
+        self._most_on_host = 0
 
     def update(self) -> None:
         """Say that gradients are there, and the weights are updated."""
@@ -444,6 +457,19 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._highest.total >= self.peak.total:
                 self.peak = self._highest
 
+    def _higher_on_host(self) -> None:
+        self._most_on_host = self._host.total
+
+    def _counted_on_host(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def on_host(*args: Any, **kwargs: Any) -> Tensor:
+            self._is_on_host = True
+            try:
+                return make(*args, **kwargs)
+            finally:
+                self._is_on_host = False
+
+        return on_host
+
     # Operations
 
     def __enter__(self) -> Ledger:
@@ -457,6 +483,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         self._stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
         self._stack.enter_context(finding_shapes_in(apart))
+        self._stack.enter_context(replaced(offloading, "on_host", self._counted_on_host(offloading.on_host)))
         self._stack.callback(register_module_forward_pre_hook(self._enter).remove)
         self._stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -476,13 +503,16 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = _known(func)
         self._operation = known.name
         result = args[0] if only_waits(func, args) else func(*args, **kwargs)
+        if self._is_on_host:
+            self._host.note(result, "activations")
         phase = self._phase()
         leaves: list[Tensor] = []
         _add_tensors(result, leaves)
         kind_of_new: Kind = "activations" if phase in ("forward", "recompute") else "temporary"
         for leaf in leaves:
             for part in parts_of(leaf):
-                self.memory.note(part, kind_of_new)
+                if not self._host.knows(part):
+                    self.memory.note(part, kind_of_new)
         if known.communicates:
             given: list[Tensor] = []
             _add_tensors((args, kwargs), given)
@@ -544,7 +574,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What was counted since ``begin``."""
         traffic = {key: [*numbers] for key, numbers in self._traffic.items()}
         work = {key: [*numbers] for key, numbers in self._work.items()}
-        return Books(traffic, work, self.moments(), self._highest, self.memory.in_use())
+        return Books(traffic, work, self.moments(), self._highest, self.memory.in_use(), self._most_on_host)
 
     def moments(self) -> list[Moment]:
         """The memory since ``begin``: the highest moments of equally many operations, and of each phase."""

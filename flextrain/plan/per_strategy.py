@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ..core.base.errors import ConfigError
+from ..strategies.config import POLICIES, ActivationCheckpointing
 from .checkpoint import with_checkpoint, with_seconds
 from .child import RankAnswer, ask
 from .fit import LIMIT, ordered, search
@@ -32,11 +33,16 @@ from .step_time import Measured, fit, strategy_in, with_times
 # Advice for a strategy that does not fit: the cheapest changes that could make it fit, each planned again.
 
 
-PLANS = 8
+PLANS = 10
 """Number of changes that are planned for one strategy; each takes as long as the strategy itself."""
 _SHARDED: tuple[Kind, ...] = ("parameters", "gradients", "optimizer_state")
 _OF_SAMPLES: tuple[Kind, ...] = ("inputs", "activations", "temporary")
 _DTYPE = "bfloat16"
+_CHECKPOINTING = "strategy.activation_checkpointing"
+_ALL = {"policy": None, "every": 1, "recompute": True}
+"""Options of recomputation with the values for which most is computed again."""
+_LEFT_BY_MATMULS = 0.25
+"""Share of activations that results of products are at least, roughly: in a Llama's layer they are some 0.6 of what it saves."""
 
 Planner = Callable[[PlannedJob], StrategyPlan]
 
@@ -49,11 +55,13 @@ class Change:
         kind: changes of a kind that was refused, or did not help, are not tried again.
         changes: see PlannedJob; ``strategy.type`` is another strategy.
         left: the share of each kind of memory that it leaves at best; 1 of all others.
+        weaker_than: a kind of change that leaves less; where that one does not help, this one is not tried.
     """
 
     kind: str
     changes: dict[str, Any]
     left: Mapping[Kind, float] = field(default_factory=dict)
+    weaker_than: str = ""
 
     def at_best(self, plan: StrategyPlan) -> float:
         """Return the least peak that is possible after the change, in bytes."""
@@ -80,7 +88,7 @@ def advise(
     base, base_job, useless = plan, job, set[str]()
     while base.highest is not None:
         peak = base.highest.peak.total
-        possible = [one for one in possible_changes(base, base_job) if one.kind not in useless]
+        possible = [one for one in possible_changes(base, base_job) if useless.isdisjoint((one.kind, one.weaker_than))]
         possible = [one for one in possible if one.at_best(base) < peak]
         suffice = [one for one in possible if one.at_best(base) <= room]
         # If nothing is enough alone, what helps most is a beginning.
@@ -118,7 +126,7 @@ def possible_changes(plan: StrategyPlan, job: PlannedJob) -> list[Change]:
     """Return the changes that a planned strategy honours, cheapest first.
 
     Units to gather, and freeing them after forward; smaller micro-batches, several of which make an update; sharding over
-    more processes; recomputation; parallelism inside of the model; bfloat16, which changes what is computed, last.
+    more processes; recomputation of less and of more; activations on the host; parallelism inside of the model; bfloat16, which changes what is computed, last.
     """
     recipe = plan.recipe
     if recipe is None:
@@ -171,11 +179,39 @@ def _sharding(recipe: Recipe) -> Iterator[Change]:
 
 
 def _recomputation(plan: StrategyPlan, recipe: Recipe) -> Iterator[Change]:
-    already = plan.options.get("activation_checkpointing") or any(rank.repeated_flops for rank in plan.ranks)
-    if not recipe.blocks or already or "activation_checkpointing" not in recipe.options:
+    """Yield recomputation of less and of more, and then activations on the host, from what the strategy does already."""
+    given = plan.options.get("activation_checkpointing")
+    if not recipe.blocks or "activation_checkpointing" not in recipe.options:
         return
-    left: dict[Kind, float] = {"activations": 0.0, "temporary": 0.0}
-    yield Change("recompute", {"strategy.activation_checkpointing": {"classes": recipe.blocks}}, left)
+    none_left: dict[Kind, float] = {"activations": 0.0, "temporary": 0.0}
+    whole: dict[str, Any] = {_CHECKPOINTING: {"classes": recipe.blocks}}
+    if given is None:
+        if any(rank.repeated_flops for rank in plan.ranks):  # the model does it itself
+            return
+        for kind, key, value, left in (("matmuls", "policy", "matmuls", _LEFT_BY_MATMULS), ("every", "every", 2, 0.5)):
+            change = {_CHECKPOINTING: {"classes": recipe.blocks, key: value}}
+            yield Change(kind, change, {**none_left, "activations": left}, "recompute")
+        yield Change("recompute", whole, none_left)
+    elif isinstance(given, Mapping):
+        if not given.keys() <= ActivationCheckpointing.model_fields.keys():
+            return  # an engine's own
+        more: dict[str, Any] = {
+            f"{_CHECKPOINTING}.{key}": all_of for key, all_of in _ALL.items() if given.get(key, all_of) != all_of
+        }
+        if more:
+            yield Change("recompute", more, none_left)
+        whole = more
+        if given.get("offload"):
+            return
+    elif given in POLICIES:
+        yield Change("recompute", whole, none_left)
+    yield Change("offload", _with_offloading(whole), none_left)
+
+
+def _with_offloading(changes: Mapping[str, Any]) -> dict[str, Any]:
+    if _CHECKPOINTING in changes:
+        return {_CHECKPOINTING: {**changes[_CHECKPOINTING], "offload": True}}
+    return {**changes, f"{_CHECKPOINTING}.offload": True}
 
 
 def _inside_of_the_model(plan: StrategyPlan, recipe: Recipe, job: PlannedJob) -> Iterator[Change]:
@@ -251,6 +287,7 @@ def _advice(plan: StrategyPlan, job: PlannedJob, planned: StrategyPlan, changed:
         peak <= room,
         flops[1] * times / flops[0] if flops[0] else 1.0,
         planned.sent * times / plan.sent if plan.sent else None,
+        host=planned.host,
     )
 
 

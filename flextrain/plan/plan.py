@@ -119,6 +119,7 @@ class Advice:
         fits: whether it fits then.
         flops: floating-point operations after the change, by those before.
         sent: bytes sent after the change, by those before; None if there were none before.
+        host: see RankPlan, after the change.
         message: why the change was refused, one line.
     """
 
@@ -129,6 +130,7 @@ class Advice:
     flops: float = 1.0
     sent: float | None = None
     message: str = ""
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ def as_arguments(changes: Mapping[str, Any]) -> str:
         *path, last = key.split(".")
         inner = tree
         for name in path:
-            inner = inner.setdefault(name, {})
+            inner[name] = dict(inner.get(name, {}))  # a change of all of it belongs to others
+            inner = inner[name]
         inner[last] = value
     return ", ".join(f"{key}={_text(value)}" for key, value in tree.items())
 
@@ -296,6 +299,7 @@ class RankPlan:
         micro_batches: number of micro-batches of one update.
         parameters: number of elements of trainable and frozen parameters that this rank keeps.
         checkpoint: bytes of the file that this rank writes into a checkpoint.
+        host: the most bytes of the host's memory that offloaded activations have; no other kind is counted there.
     """
 
     rank: int
@@ -309,6 +313,7 @@ class RankPlan:
     micro_batches: int = 1
     parameters: int = 0
     checkpoint: int = 0
+    host: int = 0
 
     @property
     def flops(self) -> int:
@@ -396,6 +401,11 @@ class StrategyPlan:
     def highest(self) -> RankPlan | None:
         """The planned rank with the highest peak; None if the strategy was refused."""
         return max(self.ranks, key=lambda rank: rank.peak.total, default=None)
+
+    @property
+    def host(self) -> int:
+        """Bytes of the host's memory that the rank that needs most of it needs."""
+        return max((rank.host for rank in self.ranks), default=0)
 
     @property
     def samples(self) -> int:

@@ -102,6 +102,11 @@ def lines_on(strategy: StrategyPlan) -> Iterator[tuple[str, str]]:
         yield f"{name}: {strategy.message}", "red"
         return
     yield f"{name}: the peak is in {where_it_is(rank)}", "dim"
+    if strategy.host:
+        yield (
+            f"{name}: offloaded activations have {size(strategy.host)} of the host's memory at most, for each process",
+            "dim",
+        )
     if (saved := strategy.checkpoint) is not None:
         took = "" if saved.seconds is None else f"; {saved.seconds:.3g} s"
         yield (
@@ -156,6 +161,8 @@ def described(advice: Advice) -> str:
     costs = [f"FLOP {_change(advice.flops)}"]
     if advice.sent is not None:
         costs.append(f"sent {_change(advice.sent)}")
+    if advice.host:
+        costs.append(f"on the host {size(advice.host)} per process")
     verdict = "fits" if advice.fits else "does not fit"
     return f"with {advice.keys}: {size(advice.peak)}, {verdict}; {', '.join(costs)}"
 

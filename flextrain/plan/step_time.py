@@ -17,7 +17,10 @@ from ..strategies.mesh.pipeline.orders import SCHEDULES, Action, needs, orders_o
 from .machines import MachineKind, check_devices
 from .plan import Calibration, Link, Phase, RankPlan, StepTime, StrategyPlan, Traffic, TrainingPlan, Work, read_plan
 
-NOT_TIMED = "launching kernels, the latency of messages, reductions inside of switches, the dataloader, hooks, validation, saves"
+NOT_TIMED = (
+    "launching kernels, the latency of messages, reductions inside of switches, copies of activations to the host and back, "
+    "the dataloader, hooks, validation, saves"
+)
 """What takes time besides, or less of it, and no step time counts."""
 
 

@@ -320,6 +320,7 @@ class Training:
             samples=samples,
             micro_batches=micro_batches,
             parameters=sum(part.numel() for part in held),
+            host=books.host,
         )
 
 

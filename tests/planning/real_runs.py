@@ -5,9 +5,11 @@ import functools
 import gc
 import os
 import time
+import weakref
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives
@@ -16,12 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from flextrain import __version__
 from flextrain.core.checkpoint import save_checkpoint
 from flextrain.core.random.generators import rng_state
-from flextrain.plan import update
+from flextrain.plan import ledger, update
 from flextrain.plan.child import answer, arguments_for, measure, rehearse
 from flextrain.plan.ledger import Ledger, Network
 from flextrain.plan.plan import PlannedJob
 from flextrain.plan.rehearsing import rehearsal
 from flextrain.plan.update import Training, set_seed
+from flextrain.strategies import offloading
 from flextrain.testing.loop import environ
 from flextrain.user_script import runner_arguments
 
@@ -97,11 +100,16 @@ def refusal(*arguments, **options):
 
 def allocated(strategy, world_size, *arguments, changes=None):
     """The largest number of bytes that torch's allocator has given out during the updates of a real run, which nothing watches."""
+    with mock.patch.object(update, "Ledger", Unwatched):
+        return peak_of(job_of(strategy, world_size, arguments, changes))
+
+
+def peak_of(job):
+    """The largest number of bytes that torch's allocator has given out during a job's updates."""
     counted = counting()
     gc.collect()
     before = counted.bytes_live()
-    with mock.patch.object(update, "Ledger", Unwatched):
-        measured(job_of(strategy, world_size, arguments, changes))
+    measured(job)
     return counted.bytes_peak() - before
 
 
@@ -109,6 +117,45 @@ def compared(strategy, world_size, *arguments, changes=None):
     """The plan of this rank, the books of a real run, and the allocator's peak in another real run."""
     peak = allocated(strategy, world_size, *arguments, changes=changes)
     return *both(strategy, world_size, *arguments, changes=changes), peak
+
+
+class OnHost:
+    """In place of ``offloading.on_host``: memory that torch's allocator does not give out, counted apart."""
+
+    def __init__(self):
+        self.now = self.most = 0
+
+    def __call__(self, like, pinned):
+        memory = np.empty(like.nbytes, dtype=np.uint8)
+        self.now += memory.nbytes
+        self.most = max(self.most, self.now)
+        weakref.finalize(memory, self._gone, memory.nbytes).atexit = False
+        return torch.from_numpy(memory).view(like.dtype).reshape(like.shape)
+
+    def _gone(self, size):
+        self.now -= size
+
+
+def kept(strategy, world_size, *arguments, changes=None):
+    """The plan of this rank, and the books of a real run; bytes of activations when backward begins, as planned and as the allocator has
+    them in another real run, which nothing watches; the allocator's peak there, and the most bytes on the host."""
+    before, saved, host = [], [], OnHost()
+
+    def note(gradient):
+        saved.append(counting().bytes_live() - before.pop())
+
+    class Saving(Unwatched):
+        def watch(self, module, optimizers=()):
+            if optimizers:
+                module.register_forward_pre_hook(lambda *_: before.append(counting().bytes_live()))
+                module.register_forward_hook(lambda own, args, output: output["loss"].register_hook(note) and None)
+
+    with mock.patch.object(update, "Ledger", Saving), mock.patch.object(offloading, "on_host", host):
+        peak = peak_of(job_of(strategy, world_size, arguments, changes))
+    with mock.patch.object(ledger, "MOMENTS", 10**6):
+        plan, real = both(strategy, world_size, *arguments, changes=changes)
+    last = [moment.by_kind for moment in plan.moments if moment.phase == "forward"][-1]
+    return plan, real, (last["activations"], saved[-1]), peak, host.most
 
 
 def waiting():

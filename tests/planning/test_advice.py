@@ -11,6 +11,7 @@ from flextrain.plan.plan import Moment, PlannedJob, RankPlan, Recipe, StrategyPl
 from .real_runs import SCRIPT
 
 FSDP = ["activation_checkpointing", "mixed_precision", "reshard_after_forward", "wrap"]
+RECOMPUTING = ["matmuls", "every", "recompute", "offload"]
 MESH = [*FSDP, "cp", "dp_shard", "sequence_parallel", "tp"]
 
 
@@ -55,13 +56,13 @@ ACTIVATIONS = {"parameters": 10, "activations": 80, "communication": 10}
 
 
 def test_the_kinds_of_changes_that_each_strategy_honours():
-    assert kinds(planned(ACTIVATIONS)) == ["wrap", "accumulate", "recompute", "tp", "cp", "precision"]
+    assert kinds(planned(ACTIVATIONS)) == ["wrap", "accumulate", *RECOMPUTING, "tp", "cp", "precision"]
     replicated = planned(ACTIVATIONS, known=["activation_checkpointing"])
-    assert kinds(replicated) == ["accumulate", "type", "recompute", "precision"]
+    assert kinds(replicated) == ["accumulate", "type", *RECOMPUTING, "precision"]
     wrapped = {"wrap": "blocks", "reshard_after_forward": False, "mixed_precision": {"param_dtype": "bfloat16"}}
-    assert kinds(planned(ACTIVATIONS, options=wrapped)) == ["reshard", "accumulate", "recompute", "tp", "cp"]
+    assert kinds(planned(ACTIVATIONS, options=wrapped)) == ["reshard", "accumulate", *RECOMPUTING, "tp", "cp"]
     mesh = planned(ACTIVATIONS, options={"wrap": "blocks"}, axes={"dp_shard": 4, "tp": 2}, known=MESH, data_shards=4)
-    assert kinds(mesh) == ["accumulate", "recompute", "sequence", "tp", "cp", "precision"]
+    assert kinds(mesh) == ["accumulate", *RECOMPUTING, "sequence", "tp", "cp", "precision"]
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,29 @@ def test_the_kinds_of_changes_that_each_strategy_honours():
 def test_what_there_is_already_or_cannot_be_changed_is_not_proposed(changed, missing):
     assert missing in kinds(planned(ACTIVATIONS))
     assert missing not in kinds(planned(ACTIVATIONS, **changed))
+
+
+WHOLE = {"classes": ["Block"]}
+KEY = "strategy.activation_checkpointing"
+
+
+@pytest.mark.parametrize(
+    ("given", "proposed"),
+    [
+        (None, [{KEY: {**WHOLE, "policy": "matmuls"}}, {KEY: {**WHOLE, "every": 2}}, {KEY: WHOLE}, {KEY: {**WHOLE, "offload": True}}]),
+        (WHOLE, [{f"{KEY}.offload": True}]),
+        ({"policy": "matmuls", "every": 3}, [{f"{KEY}.policy": None, f"{KEY}.every": 1}, {f"{KEY}.policy": None, f"{KEY}.every": 1, f"{KEY}.offload": True}]),
+        ({"offload": True, "recompute": False}, [{f"{KEY}.recompute": True}]),
+        ({"offload": True}, []),
+        ("attention", [{KEY: WHOLE}, {KEY: {**WHOLE, "offload": True}}]),
+        ("model", [{KEY: {**WHOLE, "offload": True}}]),
+        ({"partition_activations": True}, []),
+    ],
+    ids=["none", "all", "some", "offloaded", "both", "attention", "own switch", "of an engine"],
+)  # fmt: skip
+def test_recomputation_and_offloading_go_on_from_what_is_given(given, proposed):
+    base = planned(ACTIVATIONS, options={"wrap": "blocks", "activation_checkpointing": given})
+    assert [one.changes for one in possible_changes(base, job()) if one.kind in RECOMPUTING] == proposed
 
 
 def test_axes_stay_within_a_node_and_keep_the_samples_of_an_update():
@@ -111,12 +135,13 @@ def test_changes_that_do_not_suffice_alone_are_combined():
     base = planned(ACTIVATIONS, options={"wrap": "blocks"}, batch_size=2)
     recomputing = {"wrap": "blocks", "activation_checkpointing": {"classes": ["Block"]}}
     less = planned({"parameters": 10, "activations": 35}, options=recomputing, batch_size=2)
-    asked, found, _ = search(base, [less, planned({"parameters": 10, "activations": 18})], room=30)
+    asked, found, _ = search(base, [less, less, planned({"parameters": 10, "activations": 18})], room=30)
     classes = {"strategy.activation_checkpointing": {"classes": ["Block"]}}
     assert asked[0] == ("fsdp", classes)
-    assert asked[1] == ("fsdp", {**classes, "train_dataloader.batch_size": 1, "optim_wrapper.accumulative_counts": 2})
-    assert [one.fits for one in found] == [False, True]
-    assert found[1].keys == (
+    assert asked[1] == ("fsdp", {KEY: {**WHOLE, "offload": True}})
+    assert asked[2] == ("fsdp", {**classes, "train_dataloader.batch_size": 1, "optim_wrapper.accumulative_counts": 2})
+    assert [one.fits for one in found] == [False, False, True]
+    assert found[2].keys == (
         'strategy=dict(activation_checkpointing=dict(classes=["Block"])), train_dataloader=dict(batch_size=1), '
         "optim_wrapper=dict(accumulative_counts=2)"
     )
@@ -124,8 +149,9 @@ def test_changes_that_do_not_suffice_alone_are_combined():
 
 def test_what_is_refused_or_does_not_help_is_not_tried_again():
     base = planned({"parameters": 80, "activations": 20}, options={"wrap": "blocks"}, batch_size=1)
-    asked, found, notes = search(base, ["not possible", base, base, base], room=1)
+    asked, found, notes = search(base, ["not possible", base, base, base, base], room=1)
     assert [(strategy, *changes) for strategy, changes in asked] == [
+        ("fsdp", "strategy.activation_checkpointing"),
         ("fsdp", "strategy.activation_checkpointing"),
         ("mesh:tp4", "optim_wrapper.accumulative_counts"),
         ("mesh:cp4", "optim_wrapper.accumulative_counts"),
@@ -158,6 +184,9 @@ def test_changes_as_python_text():
     text = as_arguments(changes)
     assert text == 'strategy=dict(type="mesh:tp2", activation_checkpointing=dict(classes=["A", "B"])), a=dict(b=None)'
     assert eval(f"dict({text})")["strategy"]["activation_checkpointing"] == {"classes": ["A", "B"]}
+    further = {"a.b": {"c": 1}, "a.b.d": 2}
+    assert as_arguments(further) == "a=dict(b=dict(c=1, d=2))"
+    assert further == {"a.b": {"c": 1}, "a.b.d": 2}
 
 
 def test_without_a_change_that_could_help_none_is_planned():

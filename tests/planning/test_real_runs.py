@@ -4,8 +4,10 @@ import pytest
 
 from .accuracy import GRID, LIMIT, LIMITS, MODELS, changes_for, run
 from .allocator import COMPILER
-from .real_runs import both, counted_by_torch, sent
+from .real_runs import both, counted_by_torch, kept, sent
 from .zoo import LENGTH
+
+DAILY = "ddp", "all on the host"
 
 
 def check(planned, real, tolerance):
@@ -66,3 +68,35 @@ def test_operations_of_experts_are_added_to_torchs(workers2):
     experts = 2 * 3 * 2 * rows * (hidden * 2 * inner + inner * hidden)  # forward, and twice as much in backward
     for counted, planned in workers2.run(counted_by_torch, "fsdp", 2, "mixtral"):
         assert planned == counted + experts
+
+
+SAVED = {
+    "without": None,
+    "attention": "attention",
+    "matmuls": "matmuls",
+    "every other": dict(every=2),
+    "inputs on the host": dict(offload=True),
+    "all on the host": dict(offload=True, recompute=False),
+    "matmuls on the host": dict(offload=True, policy="matmuls"),
+}
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler, to count what torch's allocator gives out")
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [
+        pytest.param(strategy, name, marks=() if (strategy, name) == DAILY else pytest.mark.full)
+        for strategy in ("ddp", "fsdp", "mesh:tp2")
+        for name in SAVED
+    ],
+)
+def test_saved_activations(workers2, strategy, name):
+    changes = {"strategy.activation_checkpointing": SAVED[name], "train_dataloader.batch_size": 32}
+    for planned, real, saved, peak, host in workers2.run(kept, strategy, 2, "llama", changes=changes):
+        assert planned.peak.total == pytest.approx(real.peak.total, rel=0.01)
+        assert planned.peak.total == pytest.approx(peak, rel=0.05)
+        assert (planned.flops, planned.repeated_flops) == (real.flops, real.repeated_flops)
+        assert planned.host == real.host == host
+        assert (host > 0) == ("host" in name)
+        if strategy == "ddp":  # FSDP gathers parameters in forward too
+            assert saved[0] == pytest.approx(saved[1], rel=0.05)
