@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torchao.float8 import convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear as Layer
 
@@ -35,7 +34,8 @@ class Float8Linear(Layer):  # type: ignore[misc]  # torchao has no types
         missing = -rows % _ROWS if rows else _ROWS  # nothing has no largest value
         if not missing:
             return cast(Tensor, super().forward(input))
-        padded = functional.pad(input.reshape(rows, self.in_features), (0, 0, 0, missing))
+        flat = input.reshape(rows, self.in_features)
+        padded = torch.cat((flat, flat.new_zeros(missing, self.in_features)))  # torch 2.11 has no pad of DTensors
         return cast(Tensor, super().forward(padded)[:rows].reshape(*shape, self.out_features))
 
 

@@ -19,6 +19,8 @@ from .freeze import compiled, matching
 
 _FLOAT8 = (8, 9)
 """The compute capability from which on GPUs multiply float8."""
+_LATER = ("mxfp8", "mxfp4", "nvfp4")
+"""Formats with a scale for every 16 or 32 numbers, of whose prototypes the interface changes with every version of torchao."""
 
 
 @TRANSFORMS.register_module()
@@ -57,10 +59,13 @@ class Float8Training:
     ) -> None:
         self._where, self._emulate = where, emulate
         float8 = import_extra("torchao.float8", "torchao", where)
-        names = [each.value for each in float8.Float8LinearRecipeName]
+        names = [each.value for each in float8.config.Float8LinearRecipeName]
         if recipe not in names:
+            why = (
+                "; torchao trains so by prototypes only, on GPUs of compute capability 10.0" if recipe in _LATER else ""
+            )
             raise ConfigError(
-                f'{where}.recipe: "{recipe}" is not allowed, choose {one_of(names)}{suggest(recipe, names)}'
+                f'{where}.recipe: "{recipe}" is not allowed, choose {one_of(names)}{suggest(recipe, names)}{why}'
             )
         self._config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
         self._chosen = _Layers(patterns, but, where)

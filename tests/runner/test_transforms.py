@@ -556,6 +556,10 @@ WRONG: list[tuple[Any, str]] = [
     ([lora(), lora()], "transforms[1]: the model has adapters already (default), LoRA adds one adapter"),
     ([dict(type="Float8Training", recipe="tensorwize")], 'transforms[0].recipe: "tensorwize" is not allowed, choose'),
     (
+        [dict(type="Float8Training", recipe="mxfp8")],
+        'transforms[0].recipe: "mxfp8" is not allowed, choose "tensorwise", "rowwise" or "rowwise_with_gw_hp"; torchao trains so by',
+    ),
+    (
         [dict(type="Float8Training", emulate=True)],
         "transforms[0]: first has 6 inputs and 16 outputs, float8 needs multiples",
     ),

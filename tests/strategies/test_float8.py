@@ -141,6 +141,7 @@ BFLOAT16 = dict(type="AmpOptimWrapper", dtype="bfloat16")
 LORA = dict(type="LoRA", r=4, target_modules=["up", "down"], init_lora_weights=False)
 
 
+PACKED = {"blocks.*.up": "packed_colwise:2", "blocks.*.down": "packed_rowwise:2"}
 ADAPTED = [LORA, dict(FLOAT8, but="*.lora_*")]
 INNER = {f"{name}.base_layer" if "blocks" in name else name: style for name, style in PLAN.items()}
 
@@ -169,6 +170,7 @@ FULL, DEEPSPEED = pytest.mark.full, pytest.mark.deepspeed
         pytest.param(4, 4, dict(FSDP, replicate_size=2), {}, id="hsdp"),
         pytest.param(2, 1, TP, {}, id="tp"),
         pytest.param(2, 1, dict(TP, tp_kind="local"), {}, id="tp, local"),
+        pytest.param(2, 1, dict(TP, plan=PACKED), {}, marks=FULL, id="tp, packed"),
         pytest.param(2, 1, dict(TP, sequence_parallel=True), {}, id="tp, sequences"),
         pytest.param(2, 1, TP, dict(transforms=[ROWWISE]), id="tp, rowwise"),
         pytest.param(2, 1, dict(type="MeshStrategy", pp=2), {}, id="pp"),
