@@ -1,6 +1,6 @@
 """Names of transformers that are private or differ between its versions, for building and describing its models.
 
-They were read in transformers 5.23, and ran in 5.0 and 5.23.
+They were read in transformers 5.23, and ran in 5.0, 5.17 and 5.23.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..base.errors import ConfigError, one_line
+from ..base.errors import ConfigError
 from ..base.initializers import ALL
 
 OLDEST = "5.0.0"
@@ -194,11 +194,12 @@ def train_without_cache(model: nn.Module) -> list[str]:
 
 # All names of transformers that are private or change often; other modules use its public, documented names only.
 #
-# They were read, and ran, in transformers 5.23. Each function says in one line if the installed version lacks what it
-# needs.
+# They were read, and ran, in transformers 5.17 and 5.23. Each function says in one line if the installed version lacks
+# what it needs.
 
 
-CHECKED = "5.23"
+WITH_PLANS = "5.16"
+"""The first transformers whose styles of plans divide parameters that are there; before, they divided files as they were read."""
 TENSOR_PARALLEL = "transformers.distributed.tensor_parallel"
 
 
@@ -218,10 +219,7 @@ def pretrained_models(model: nn.Module) -> dict[str, Any]:
 
 def attention_implementation(model: Any) -> str:
     """Return the name under which a model's attention is registered, which ``set_attn_implementation`` sets."""
-    found = getattr(model.config, "_attn_implementation", None)
-    if found is None:
-        raise _unknown_version("PreTrainedConfig._attn_implementation")
-    return str(found)
+    return str(model.config._attn_implementation)
 
 
 def has_tensor_plan(model: Any) -> bool:
@@ -229,29 +227,51 @@ def has_tensor_plan(model: Any) -> bool:
     return bool(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None))
 
 
-def resolved_plans(model: Any, tp: int, ep: int = 1) -> tuple[dict[str, str], dict[str, str]]:
-    """Return a model's own plans for tensor and for expert parallelism: styles by name of a module or parameter.
-
-    What the second one divides is not in the first.
+def tensor_plan(model: Any, *, but_experts: bool = False) -> dict[str, str]:
+    """Return a model's own plan for tensor parallelism: styles by name of a module or parameter, parameters before their module.
 
     Args:
-        tp, ep: number of processes, 1 for none; with ``ep`` a multiple of ``tp`` or 1.
+        but_experts: leave out what the model's plan for expert parallelism divides.
 
     Raises:
-        ConfigError: the installed transformers has other functions, or the model no such plan.
+        ConfigError: transformers is too old, or does not know a style.
     """
-    resolve = getattr(model, "_resolve_parallel_plans", None)
-    config = getattr(_module("transformers.distributed"), "DistributedConfig", None)
-    if resolve is None or config is None:
-        raise _unknown_version("PreTrainedModel._resolve_parallel_plans")
-    try:
-        plans = resolve(config(tp_size=tp, ep_size=ep, fsdp_size=max(1, ep // tp)))
-    except ValueError as error:
-        raise ConfigError(f"strategy.plan: {type(model).__name__} refuses its own plan: {one_line(error)}") from error
-    return dict(plans[0]), dict(plans[1])
+    general = _tensor_parallel().replace_layer_number_by_wildcard
+    plan = model.tp_plan or {}
+    experts = [f"{rule}." for rule in _expert_plan(model)] if but_experts else []
+    plan = {rule: style for rule, style in plan.items() if not f"{rule}.".startswith(tuple(experts))}
+    found = {}
+    for name, module in model.named_modules():
+        style = plan.get(general(name))
+        for key, _ in module.named_parameters(recurse=False):
+            full = f"{name}.{key}" if name else key
+            if (own := plan.get(general(full), style)) is not None:
+                found[full] = own
+        if style is not None:
+            found[name] = style
+    for name, style in found.items():
+        if style not in _tensor_parallel().ALL_PARALLEL_STYLES:
+            raise ConfigError(
+                f'strategy.plan: the plan of {type(model).__name__} itself says "{style}" for {name}, which transformers does '
+                "not know; give a plan"
+            )
+    return found
 
 
-def apply_tensor_plan(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+def expert_rules(model: Any) -> list[str]:
+    """Return the names in a model's own plan of its stacks of experts, with ``*`` for numbers of layers."""
+    return [rule for rule, style in _expert_plan(model).items() if style in _STACKS]
+
+
+_STACKS = ("ep_dispatch_experts", "moe_tp_experts")  # in transformers 5.23, 5.17
+
+
+def _expert_plan(model: Any) -> Mapping[str, str]:
+    found = getattr(model, "_ep_plan", None)
+    return found if isinstance(found, Mapping) else {}
+
+
+def apply_tensor_plan(model: Any, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
     """Divide the parameters that a plan names, and make its modules compute on what is left.
 
     Every process must have the same parameters before, which may be on the meta device. A module's ``forward`` becomes
@@ -262,20 +282,29 @@ def apply_tensor_plan(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str
         mesh: of one dimension.
         plan: styles by name of a module or parameter, names of parameters before that of their module.
     """
-    apply = getattr(_module(TENSOR_PARALLEL), "apply_tensor_parallelism", None)
-    if apply is None:
-        raise _unknown_version("apply_tensor_parallelism")
-    apply(model, mesh, dict(plan))
+    styles = _tensor_parallel().ALL_PARALLEL_STYLES
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name, style in plan.items():
+        owner, _, key = name.rpartition(".") if name in parameters else (name, "", "")
+        module = model.get_submodule(owner)
+        if key:
+            styles[style].validate_param(module, key, mesh, parameter_name=name)
+            styles[style].shard_param(module, key, mesh)
+            continue
+        if style == "mla_kv_a_proj":  # which asks its module for the width of the part with rotary positions
+            module.config = model.config.get_text_config()
+        styles[style].install_forward(module, mesh)
 
 
 def key_value_heads(model: Any, plan: Mapping[str, str], tp: int) -> int | None:
     """Return the number of key/value heads of a model if ``tp`` does not divide them and its plan does; else None."""
-    per_process = getattr(_module(TENSOR_PARALLEL), "get_kv_heads_per_rank", None)
-    text = model.config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None)
-    if per_process is None or not isinstance(heads, int):
-        return None
-    return heads if per_process(dict(plan), heads, tp) is None else None
+    heads = getattr(model.config.get_text_config(), "num_key_value_heads", None)
+    divided = any(style == "colwise" and name.rpartition(".")[2] in _KEYS for name, style in plan.items())
+    return heads if isinstance(heads, int) and divided and heads % tp else None
+
+
+_KEYS = ("k_proj", "qkv_proj", "query_key_value")
+"""Names of modules that compute keys, alone or joined with queries and values."""
 
 
 def has_causal_loss(model: Any) -> bool:
@@ -323,9 +352,12 @@ def _module(name: str) -> Any:
         return None
 
 
-def _unknown_version(what: str) -> ConfigError:
-    version = getattr(sys.modules.get("transformers"), "__version__", "")
-    return ConfigError(
-        f'strategy.plan: transformers {version} has no {what}, which "auto" needs for the plan of a model of its own; '
-        f"install transformers {CHECKED}, or give a plan"
-    )
+def _tensor_parallel() -> Any:
+    module: Any = _module(TENSOR_PARALLEL)
+    if not hasattr(module, "ALL_PARALLEL_STYLES"):
+        version = getattr(sys.modules.get("transformers"), "__version__", "")
+        raise ConfigError(
+            f'strategy.plan: "auto" needs transformers {WITH_PLANS} or newer for the plan of a model of its own, {version} is '
+            "installed; install it, or give a plan"
+        )
+    return module

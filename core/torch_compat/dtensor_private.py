@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:
@@ -26,6 +26,15 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     return importlib.import_module("torch.distributed.tensor.placement_types")._StridedShard(
         dim, split_factor=split_factor
     )
+
+
+def computes_strided_shards() -> bool:
+    """Whether torch has rules for operations on ``strided_shard``. 2.11, 2.15.
+
+    In torch 2.11 it is no Shard, and rules pass by it: some operations raise, others give wrong values.
+    """
+    specs = importlib.import_module("torch.distributed.tensor._dtensor_spec")
+    return isinstance(strided_shard(0, 2), Shard) or hasattr(specs, "_StridedShardNotDecodableError")
 
 
 def local_tensor(tensor: DTensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ...core.base.errors import ConfigError, StrategyError, suggest
+from ...core.hugging_face.transformers_private import expert_rules
 from ...core.torch_compat.dtensor_private import using_in_place
 from ...core.torch_compat.torch_private import has_values, with_values
 from ...optim.wrapper import OptimWrapper
@@ -31,7 +32,7 @@ from .axis import Axis, Evaluate, RunWindow, replace_forward
 
 _logger = logging.getLogger("flextrain")
 _NAME = "load_balancing_loss_func"
-"""The function of a module of transformers' that a model calls; checked with 5.23."""
+"""The function of a module of transformers' that a model calls; checked with 5.17 and 5.23."""
 
 
 class BalanceLoss:
@@ -142,7 +143,6 @@ def _summed(tensor: Tensor, group: Any) -> Tensor:
 
 STYLE = "experts"
 """The style in ``strategy.plan`` for a stack of experts."""
-_STYLE_OF_TRANSFORMERS = "ep_dispatch_experts"
 
 
 def find_stacks(model: nn.Module, plan: Any, size: int) -> dict[str, nn.Module]:
@@ -233,11 +233,11 @@ def _own_rules(model: nn.Module) -> Iterator[str]:
     """Yield the globs of transformers' models, which may be parts of the model, for their stacks of experts."""
     inside: set[str] = set()
     for name, module in model.named_modules():
-        plan = getattr(module, "ep_plan", None)
-        if isinstance(plan, Mapping) and not any(name.startswith(outer) for outer in inside):
+        own = expert_rules(module)
+        if own and not any(name.startswith(outer) for outer in inside):
             prefix = f"{name}." if name else ""
             inside.add(prefix)
-            yield from (f"{prefix}{rule}" for rule, style in plan.items() if style == _STYLE_OF_TRANSFORMERS)
+            yield from (f"{prefix}{rule}" for rule in own)
 
 
 def _suggested(modules: Mapping[str, nn.Module]) -> str:

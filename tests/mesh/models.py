@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
@@ -193,6 +194,7 @@ def of_transformers(kind: str, layers: int = 2, **options: Any) -> nn.Module:
 
 
 def _vision_transformer() -> nn.Module:
+    pytest.importorskip("torchvision")
     from torchvision.models import VisionTransformer
 
     return Images(VisionTransformer(8, 4, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32, num_classes=5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from flextrain import MeshStrategy
 from flextrain.core.base.errors import ConfigError
-from flextrain.core.hugging_face.transformers_private import resolved_plans
+from flextrain.core.hugging_face.transformers_private import TENSOR_PARALLEL
 from flextrain.runner.data.first_batches import example_batch
 from flextrain.strategies.mesh.config import MeshConfig
 from flextrain.strategies.mesh.plans import check_heads_given, check_styles_given, choose_plan
@@ -96,7 +97,8 @@ def test_found_is_as_the_models_own(name: str) -> None:
     model: Any = build(name)
     styles = dict(model.tp_plan)
     assert styles.pop("lm_head") == "colwise_gather_output"  # logits stay divided where a cross entropy takes them
-    assert found(model, sample(name, 2, 0)) == {**styles, "lm_head": "colwise"}
+    table = {"model.embed_tokens": "embedding_rowwise"}  # in the plan since transformers 5.20 or so
+    assert found(model, sample(name, 2, 0)) == {**table, **styles, "lm_head": "colwise"}
 
 
 class TwoBranches(nn.Module):
@@ -360,10 +362,11 @@ def no_samples() -> Any:
     raise KeyError("image")
 
 
-class OlderTransformers:
-    """A model of a version that has a plan and no function for it."""
-
-    tp_plan = {"layers.*.up": "colwise"}
+def of_another_style() -> nn.Module:
+    """A model whose own plan has a style that transformers does not have."""
+    model: Any = of_transformers("llama", layers=1)
+    model._tp_plan["model.layers.*.mlp"] = "diagonal"
+    return model
 
 
 ROWS: list[Row] = [
@@ -439,8 +442,7 @@ ROWS: list[Row] = [
     ),
     (
         own("llama", 2, vocab_size=63),
-        "strategy.tp: 2 does not divide 63, the size of dimension 0 of model.embed_tokens.weight, for which the model's own "
-        'plan says "embedding_rowwise"; give a plan that leaves it out',
+        "strategy.tp: 2 does not divide 63, the size of dimension 0 of ",  # the embedding's, or the head's in transformers 5.17
     ),
     (
         own("mixtral", 2, intermediate_size=31),
@@ -453,8 +455,8 @@ ROWS: list[Row] = [
         "model.layers.0.mlp.experts.gate_up_proj, which divides no positions; give a plan without it, or leave sequence_parallel out",
     ),
     (
-        lambda: resolved_plans(OlderTransformers(), 2),
-        "strategy.plan: transformers ",
+        lambda: chosen(of_another_style())(),
+        'strategy.plan: the plan of LlamaForCausalLM itself says "diagonal" for model.layers.0.mlp, which transformers does not know; ',
     ),
 ]
 
@@ -466,6 +468,15 @@ def test_refused(row: Row) -> None:
         call()
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_a_transformers_without_plans_for_training_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = of_transformers("llama", layers=1)
+    monkeypatch.setitem(sys.modules, TENSOR_PARALLEL, None)  # as before 5.16
+    with pytest.raises(
+        ConfigError, match=r'^strategy.plan: "auto" needs transformers 5.16 or newer .*, 5\..* is installed; '
+    ):
+        chosen(model)()
 
 
 def test_a_compiled_model_is_refused() -> None:

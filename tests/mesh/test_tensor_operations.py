@@ -14,7 +14,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional
 
 from flextrain.core.base.errors import StrategyError
-from flextrain.core.torch_compat.dtensor_private import strided_shard
+from flextrain.core.torch_compat.dtensor_private import computes_strided_shards, strided_shard
 from flextrain.strategies.mesh.tensor.operations import (
     DTensorFunctions,
     register_cpu_attention,
@@ -80,7 +80,9 @@ def computed_alike() -> list[str]:
     register_gathering()
     register_whole_operations()
     x = torch.randn(4, 8, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    layouts = [Replicate(), Shard(0), Shard(1), Shard(2), strided_shard(2, 2), strided_shard(2, 3)]
+    layouts = [Replicate(), Shard(0), Shard(1), Shard(2)]
+    if computes_strided_shards():
+        layouts += [strided_shard(2, 2), strided_shard(2, 3)]
     x = x.to(DEVICE)
     with dtype_of(torch.float64), torch.device(DEVICE):
         for name, operation in OPERATIONS.items():
@@ -97,6 +99,8 @@ def computed_alike() -> list[str]:
                         found: Any = operation(divided)
                         (found * weights).sum().backward()
                     except RuntimeError as error:
+                        if "in-place operations that require placement changes" in str(error):
+                            continue  # torch 2.11 refuses to write where newer ones gather
                         wrong.append(f"{name} of {layout}: {error}")
                         continue
                 whole = found.full_tensor()

@@ -17,7 +17,7 @@ from ....core.hugging_face.transformers_private import (
     has_tensor_plan,
     key_value_heads,
     pretrained_models,
-    resolved_plans,
+    tensor_plan,
 )
 from ...noted import tied
 
@@ -132,7 +132,7 @@ class OwnPlan:
         ties = tied(model)
         for prefix, part in pretrained_models(model).items():
             if has_tensor_plan(part):
-                plan, _ = resolved_plans(part, tp, ep)
+                plan = tensor_plan(part, but_experts=ep > 1)
                 _check_heads(part, prefix, plan, tp)
                 self._plans[prefix] = with_adapters(part, plan)
         self.styles = {_joined(prefix, name): style for prefix, name, style in self._rules()}

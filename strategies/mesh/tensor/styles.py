@@ -18,7 +18,12 @@ from torch.distributed.tensor.placement_types import Placement
 from ....core.base.errors import ConfigError, StrategyError
 from ....core.base.registry import Registry
 from ....core.base.trees import map_tensors, tree_map_only
-from ....core.torch_compat.dtensor_private import local_tensor, strided_shard, using_in_place
+from ....core.torch_compat.dtensor_private import (
+    computes_strided_shards,
+    local_tensor,
+    strided_shard,
+    using_in_place,
+)
 from ....core.torch_compat.torch_private import version_of
 from ...sharding import FLOAT8_WIDTHS, computes_in_float8
 from ..axis import replace_forward
@@ -116,6 +121,8 @@ class _Packed(Style):
     def unfit(self, module: nn.Module, parameter: Tensor, placement: Placement, size: int) -> str | None:
         """See Style; uneven shards of several matrices have no layout that torch knows."""
         dim = getattr(placement, "dim", None)
+        if dim is not None and not computes_strided_shards():
+            return f"{self.count} matrices in one are divided in a way that torch {torch.__version__} computes wrongly; take torch 2.15"
         if dim is None or parameter.shape[dim] % (self.count * size) == 0:
             return None
         return f"{parameter.shape[dim]} features are not {self.count} matrices that tp={size} divides"
