@@ -557,7 +557,7 @@ WRONG: list[tuple[Any, str]] = [
     ([dict(type="Float8Training", recipe="tensorwize")], 'transforms[0].recipe: "tensorwize" is not allowed, choose'),
     (
         [dict(type="Float8Training", recipe="mxfp8")],
-        'transforms[0].recipe: "mxfp8" is not allowed, choose "tensorwise", "rowwise" or "rowwise_with_gw_hp"; torchao trains so by',
+        'transforms[0].recipe: "mxfp8" is not allowed, choose tensorwise, rowwise or rowwise_with_gw_hp; torchao trains so by',
     ),
     (
         [dict(type="Float8Training", emulate=True)],
