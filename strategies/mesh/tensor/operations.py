@@ -182,9 +182,10 @@ class _Losses(torch.autograd.Function):
 
 
 _NO_RULE = ("Sharding propagation failed", "does not have a sharding strategy", "does not support _StridedShard",
-            "in-place operations that require placement changes", "from one partial type")  # fmt: skip
-"""In the messages of errors that every process gets before anything was computed; the last two of torch 2.11, for
-``rms_norm`` of divided features and the sum of a pending sum and a pending mean."""
+            "in-place operations that require placement changes", "from one partial type",
+            "view size is not compatible")  # fmt: skip
+"""In the messages of errors that every process gets before anything was computed; the last three of torch 2.11,
+for ``rms_norm`` of divided features, the sum of a pending sum and a pending mean, and ``linear`` of divided positions."""
 
 
 class DTensorFunctions(TorchFunctionMode):
