@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..core.base.tensors import parts_of
-from ..core.torch_compat.torch_private import base_of, storage_key, version_of
+from ..core.torch_compat.torch_private import base_of, same_below_autograd, storage_key, version_of
 
 LEAST = 2**20
 """Bytes below which memory stays on the device: a copy of so few takes longer to start than to make."""
@@ -45,7 +45,8 @@ class _Memory:
     """
 
     def __init__(self, source: Tensor, saved: Tensor) -> None:
-        self._saved: Tensor | None = saved
+        # What a node saves of its own result would hold the node, for ever if no backward frees it.
+        self._saved: Tensor | None = same_below_autograd(saved)
         self._version = version_of(saved)
         self._changed: torch.Size | None = None
         self._there: Tensor | None = source
@@ -241,7 +242,7 @@ class Offloading:
             return _Wrapped(tensor, self.pack)
         is_strided = tensor.device.type == self._device.type and tensor.layout is torch.strided
         if not is_strided or tensor.untyped_storage().nbytes() < LEAST or storage_key(tensor) in self._call.own:
-            return _Stays(tensor)
+            return _Stays(same_below_autograd(tensor))
         with torch.no_grad():
             return _View(tensor, self._call.memory_of(tensor), self._call)
 

@@ -81,6 +81,18 @@ def test_gradients_of_gradients() -> None:
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.parametrize("least", [64, 2**20])
+@pytest.mark.parametrize("how", [ALONE, dict(offload=True), dict(offload=True, policy="matmuls")], ids=named)
+def test_a_backward_that_never_comes_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], least: int
+) -> None:
+    monkeypatch.setattr(offloading, "LEAST", least)
+    model = prepared(nn.Sequential(Part(), Part()), dict(classes=["Part"], **how))
+    for _ in range(2):
+        model(torch.zeros(32, 32, requires_grad=True))
+    assert not alive()
+
+
 class Part(nn.Module):
     def __init__(self, fails: bool = False) -> None:
         super().__init__()
