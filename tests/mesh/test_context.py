@@ -21,9 +21,9 @@ from flextrain.core.base.errors import ConfigError, StrategyError
 from flextrain.core.base.registry import STRATEGIES
 from flextrain.core.comm import collectives as dist
 from flextrain.strategies.mesh.context import transformers as adapting
+from flextrain.strategies.mesh.context.attention import _Blocks
 from flextrain.strategies.mesh.context.batches import CutBatch, SequenceBatches, SequenceShards
 from flextrain.strategies.mesh.context.comparison import OneProcessComparison
-from flextrain.strategies.mesh.context.masks import Mask
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_numbers, same_tensors
 from flextrain.testing.loop import alone, shard, train, windows
@@ -878,16 +878,16 @@ def _positions_from_zero(self: SequenceBatches, batch: Any, **options: Any) -> C
     return cut
 
 
-def _without_last_step(mask: Any, shards: Any, index: int, source: int, device: Any) -> Iterator[Any]:
-    return _BLOCKS(mask, shards, index, source, device) if source == index else iter(())
+def _without_last_step(blocks: _Blocks, step: int, device: Any) -> Iterator[Any]:
+    return _OF_STEP(blocks, step, device) if step == 0 else iter(())
 
 
-_CUT, _BLOCKS = SequenceBatches.cut, Mask.blocks
+_CUT, _OF_STEP = SequenceBatches.cut, _Blocks.of_step
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "unshifted labels at a cut": (adapting, "shifts_labels", lambda *_: False),
     "wrong positions": (SequenceBatches, "cut", _positions_from_zero),
     "unweighed means": (CutBatch, "factor", property(lambda _: 1.0)),
-    "a ring step missing": (Mask, "blocks", _without_last_step),
+    "a ring step missing": (_Blocks, "of_step", _without_last_step),
 }
 
 

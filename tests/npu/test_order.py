@@ -28,6 +28,7 @@ from flextrain.core.device import accelerator
 from flextrain.core.device import device as devices
 from flextrain.core.device.device import HostBuffer, host_slices, to_device
 from flextrain.strategies import offloading
+from flextrain.strategies.mesh.context.attention import Ring
 from flextrain.strategies.mesh.pipeline.engine import Transfers
 from flextrain.testing.loop import train as train_windows
 
@@ -203,18 +204,26 @@ def of_host_parameters() -> list[Tensor]:
     return [torch.tensor(losses)]
 
 
-def of_stages() -> list[Tensor]:
-    """Losses of a pipeline."""
-    with started(dict(type="MeshStrategy", pp=2), "plain", RECIPES["accumulate-clip"]) as session:
+def of_mesh(**axes: Any) -> list[Tensor]:
+    """Losses on a mesh."""
+    with started(dict(type="MeshStrategy", **axes), "plain", RECIPES["accumulate-clip"]) as session:
         windows = data("plain", RECIPES["accumulate-clip"], 3)
         return [torch.tensor(train_windows(session.strategy, session.model, session.optim, windows).losses)]
 
 
+def of_stages() -> list[Tensor]:
+    return of_mesh(pp=2)
+
+
+def of_ring() -> list[Tensor]:
+    return of_mesh(cp=2, cp_kind="ring")
+
+
 SCENARIOS: Mapping[str, Callable[[], list[Tensor]]] = {
     each.__name__: each
-    for each in (uploaded, downloaded, sliced, saved, activations, trained, of_host_parameters, of_stages)
+    for each in (uploaded, downloaded, sliced, saved, activations, trained, of_host_parameters, of_stages, of_ring)
 }
-OF_TWO = {"of_stages"}
+OF_TWO = {"of_stages", "of_ring"}
 ARRIVALS = [("at once", 0), ("late", 0), *(("random", seed) for seed in range(3))]
 
 
@@ -259,6 +268,7 @@ WAITS: list[Wait] = [
     (offloading._Memory.on_device, "self._wait()", 0, "activations"),
     (offloading._Memory.__del__, "self._there.record_stream", 0, "activations"),
     (Transfers.receive, "work.wait()", 0, "of_stages"),
+    (Ring.send_on, "work.wait()", 0, "of_ring"),
 ]
 
 

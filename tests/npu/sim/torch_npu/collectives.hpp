@@ -154,7 +154,7 @@ struct Line {  // a communicator: the calls in their order, by a thread of its o
   std::condition_variable changed;
   std::deque<std::shared_ptr<Call>> waiting;
   bool is_closed = false, has_ended = false;
-  c10::Stream stream{c10::Stream::UNSAFE, Device(kNpu, current), next_stream(true)};
+  c10::Stream stream{c10::Stream::UNSAFE, Device(kNpu, current), next_stream(Round::kCommunicator)};
   static std::shared_ptr<Line> open(const Gloo& gloo, const std::vector<int64_t>& ranks) {
     auto line = std::make_shared<Line>();
     line->gloo = gloo;

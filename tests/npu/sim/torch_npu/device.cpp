@@ -478,10 +478,12 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 }
 
 // ---- devices, streams, events ------------------------------------------------------------------
-// From two rounds, so that clocks stay short; torch gives 32 of a device in turn, too.
-c10::StreamId next_stream(bool is_of_communicator) {
-  static std::atomic<c10::StreamId> given[2]{};
-  return 1 + 32 * is_of_communicator + given[is_of_communicator]++ % 32;
+// In turn, so that clocks stay short. As torch has it, streams of a high priority are others, which FSDP's gradients come from.
+enum class Round { kNormal, kHigh, kCommunicator };
+c10::StreamId next_stream(Round round) {
+  static std::atomic<c10::StreamId> given[3]{};
+  const auto which = static_cast<int>(round);
+  return 1 + 128 * which + given[which]++ % 128;
 }
 struct Event {
   std::chrono::steady_clock::time_point time;
@@ -499,8 +501,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::UNSAFE, Device(kNpu, i), stream_of[i]);
   }
   c10::Stream getDefaultStream(Device d) const override { return c10::Stream(c10::Stream::UNSAFE, Device(kNpu, checked(d.index())), 0); }
-  c10::Stream getNewStream(Device d, int = 0) const override {
-    return c10::Stream(c10::Stream::UNSAFE, Device(kNpu, checked(d.index())), next_stream(false));
+  c10::Stream getNewStream(Device d, int priority = 0) const override {
+    return c10::Stream(c10::Stream::UNSAFE, Device(kNpu, checked(d.index())), next_stream(priority < 0 ? Round::kHigh : Round::kNormal));
   }
   c10::Stream getStreamFromGlobalPool(Device d, bool) const override { return getNewStream(d); }
   c10::Stream exchangeStream(c10::Stream s) const override {
