@@ -498,8 +498,10 @@ class FSDPStrategy(Strategy):
     def _materialize(self, model: nn.Module, *, on_host: bool) -> None:
         """Allocate this process's shard of every parameter that has no memory, and initialise it as the constructor does."""
         with swappable(model):
-            for whole in self._whole:
-                if whole.is_meta:
+            for whole in model.parameters():
+                if whole.is_meta and not isinstance(
+                    whole, DTensor
+                ):  # modules that share one would each get another below
                     give_memory(whole, torch.zeros_like(whole, device=self.device))
         if any(parameter.is_meta for parameter in model.parameters()):
             home = torch.device("cpu") if on_host else self.device

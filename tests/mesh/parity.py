@@ -128,12 +128,13 @@ def compare(
     dtype: torch.dtype = torch.float64,
     updates: int = UPDATES,
     tolerance: float | None = None,
+    deferred: bool = False,
 ) -> Trace:
     """In a worker: train under the strategy, and raise where its results are not those of one device."""
     torch.set_num_threads(1)
     tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
     expected, weights = reference(name, recipe, updates, dtype)
-    with dtype_of(dtype), started(spec, name, recipe) as session:
+    with dtype_of(dtype), started(spec, name, recipe, deferred=deferred) as session:
         found = train(session.strategy, session.model, session.optim, data(name, recipe, updates))
         found_weights = whole_model(session.strategy)
     same_numbers(found.losses, expected.losses, "the loss", tolerance)
