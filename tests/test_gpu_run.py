@@ -222,10 +222,12 @@ def test_a_report_becomes_a_table_of_the_page(run: ModuleType, tmp_path: Path, m
         report.path.parent.mkdir(exist_ok=True)
         report.steps += [run.Step("device", tests={"test_a": ("passed", 1.0)}, verdict=passed)]
         report.write()
-        (report.path.parent / "gpu_figures.json").write_text("{}")
+        for figures in ("gpu_figures.json", "llama_figures.md"):
+            (report.path.parent / figures).write_text("{}")
         assert run.main(["--record", str(report.path)]) == 0
     names = {path.name for path in results.iterdir()}
-    assert names == {"tests_cuda-8-x-nvidia-h200.md", "tests_cuda-1-x-amd-mi300.md", "gpu_figures.json"}
+    figures = {"gpu_figures.json", "llama_figures.md"}
+    assert names == {"tests_cuda-8-x-nvidia-h200.md", "tests_cuda-1-x-amd-mi300.md", *figures}
     text = page.read_text()
     assert text.startswith("before\n<!--")
     assert text.endswith("-->\nafter\n")

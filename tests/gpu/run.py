@@ -50,6 +50,7 @@ STEPS: dict[str, tuple[str, float]] = {
     "mesh": ("tests/gpu/test_mesh.py", 180.0),
     "compile": ("tests/gpu/test_compile.py", 200.0),
     "benchmark": ("benchmarks/gpu.py", 120.0),
+    "llama": ("benchmarks/llama.py", 400.0),
 }
 # What the machine is, in one line, and the type of its accelerator; torch alone is asked.
 MACHINE = """
@@ -239,7 +240,7 @@ def record(path: Path) -> None:
     text = path.read_text()
     name = "tests_" + re.sub(r"\W+", "-", text.splitlines()[0].partition(" on ")[2]).strip("-").lower()
     (RESULTS / f"{name}.md").write_text(text)
-    for figures in path.parent.glob("gpu_*.*"):
+    for figures in (*path.parent.glob("gpu_*.*"), *path.parent.glob("llama_*.*")):
         shutil.copy(figures, RESULTS)
     shown = []
     for each in sorted(RESULTS.glob("tests_*.md")):
