@@ -105,6 +105,7 @@ _REGISTERING: dict[str, dict[str, tuple[str, ...]]] = {
     "loop": {"runner.loops.train": (), "runner.loops.evaluate": ()},
     "reporter": {"runner.reporting": ()},
     "transform": {
+        "runner.transforms.chunked_loss": ("ChunkedLoss",),
         "runner.transforms.freeze": ("Freeze",),
         "runner.transforms.lora": ("LoRA",),
         "runner.transforms.torchao": ("Float8Training", "Quantize"),

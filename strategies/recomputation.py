@@ -76,8 +76,19 @@ def module_filter(
 
 
 def compile_in_place(modules: Iterable[nn.Module], options: dict[str, Any]) -> None:
-    """Compile the call of each module, with options of ``torch.compile``; names do not change."""
+    """Compile the call of each module, with options of ``torch.compile``; names do not change.
+
+    Raises:
+        ConfigError: a module makes logits that are not computed before the loss.
+    """
+    from ..core.model.logits import is_deferred  # a run that compiles nothing does without
+
     for module in modules:
+        if any(map(is_deferred, module.modules())):
+            raise ConfigError(
+                f"strategy.compile: {type(module).__name__} has a ChunkedLoss, which cannot be compiled with the model; leave one out, "
+                'or let FSDP compile the blocks alone, by strategy.wrap="blocks"'
+            )
         module.compile(**options)
 
 

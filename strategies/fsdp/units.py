@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ...core.base.errors import ConfigError, StrategyError
 from ...core.model.base_model import overrides
+from ...core.model.logits import is_deferred
 from ..recomputation import module_filter, repeated_blocks
 from .config import FSDPConfig
 
@@ -127,12 +128,13 @@ def prefetch(model: nn.Module, units: Sequence[nn.Module], ahead: int) -> None:
 
 
 def _without_ties(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-    """Return the units that share no parameter with a module outside; a shared parameter belongs to an outer unit."""
+    """Return the units that no module outside needs the parameters of; shared ones, and a deferred head's, belong to an outer unit."""
     owners: dict[int, set[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(module)
-    return [unit for unit in units if all(owners[id(p)] <= set(unit.modules()) for p in unit.parameters())]
+    inside = [unit for unit in units if not is_deferred(unit)]
+    return [unit for unit in inside if all(owners[id(p)] <= set(unit.modules()) for p in unit.parameters())]
 
 
 def _by_policy(module: nn.Module, policy: Callable[..., bool]) -> tuple[list[nn.Module], int]:

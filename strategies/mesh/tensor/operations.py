@@ -22,6 +22,7 @@ from ....core.base.errors import StrategyError
 from ....core.base.trees import tree_map_only
 from ....core.checkpoint.chunks import fill
 from ....core.comm import collectives as dist
+from ....core.model.logits import LOOKS, Logits
 from ....core.torch_compat.dtensor_private import (
     DRAWING_ATTENTION,
     ITEM,
@@ -216,6 +217,9 @@ class DTensorFunctions(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
         kwargs = kwargs or {}
+        if Logits in types and function not in LOOKS:  # they are computed in this call
+            with self:
+                return Logits.__torch_function__(function, types, args, kwargs)
         if function is Tensor.backward:
             return backward_within(self, *args, **kwargs)
         if function is functional.embedding and _writes_to_table(*args, **kwargs):

@@ -1,0 +1,532 @@
+"""Logits that are not computed before something is done with them, and then some rows at a time: no tensor has all of them.
+
+A head's output is rows of one number for each word of the vocabulary. What follows until the loss treats each row by itself, so
+the loss of some rows can be computed, its logits freed, and both made again in backward. The gradient of the head's weight is
+added up in float32.
+
+Source of the method: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, which fuses it into a kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+
+from ..base.errors import StrategyError
+from ..random.generators import load_rng_state, rng_state
+from ..torch_compat.torch_private import wrapper_subclass
+
+logger = logging.getLogger("flextrain")
+Rows = Callable[[Tensor], Tensor]
+"""Computes with rows of logits, each by itself."""
+RowsOf = Callable[[Tensor, int], Tensor]
+"""Computes a value for each row of a chunk; the second argument is the chunk's number."""
+
+
+@dataclass(frozen=True, eq=False)
+class OutputHead:
+    """How logits are made of hidden states.
+
+    Attributes:
+        layer: whose parameters are used.
+        forward: of the layer, without its hooks: hidden states of shape (rows, features) to logits of shape (rows, words).
+        chunk: rows that are computed at a time.
+        steps: what is done with the logits afterwards.
+        uses: how many rows were computed at each use; of all logits that were made of the same.
+        weights: the parameters when the layer was called.
+        is_detached: whether no gradient goes through it.
+    """
+
+    layer: nn.Module
+    forward: Rows
+    chunk: int
+    steps: tuple[Rows, ...] = ()
+    uses: list[int] = field(default_factory=list)
+    weights: tuple[Tensor, ...] = ()
+    is_detached: bool = False
+
+    def check(self) -> None:
+        """Raise StrategyError if the strategy has taken the weights away."""
+        now = tuple(self.layer.parameters())
+        is_same = len(now) == len(self.weights) and all(
+            one is other for one, other in zip(now, self.weights, strict=True)
+        )
+        if not is_same or any(each.numel() and not each.untyped_storage().nbytes() for each in now):
+            raise StrategyError(
+                f"ChunkedLoss: the weights of {type(self.layer).__name__}, which makes the logits, are not gathered where the loss is "
+                "computed; compute the loss in the model's forward"
+            )
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the logits of some rows."""
+        found = self.forward(hidden)
+        for step in self.steps:
+            found = step(found)
+        return found
+
+
+class Logits(Tensor):
+    """Logits by their hidden states. Has shape, dtype and device of the tensor that any other operation makes it into.
+
+    A gradient that arrives at it, and not at what was computed of it, would be lost: StrategyError.
+    """
+
+    _head: OutputHead
+    _hidden: Tensor
+    _sample: Tensor
+    _moved: bool
+    _whole: Tensor | None
+    _has_views: bool
+
+    @staticmethod
+    def of(head: OutputHead, hidden: Tensor, sample: Tensor | None = None, *, moved: bool = False) -> Logits:
+        """Make logits.
+
+        Args:
+            head: that computes them.
+            hidden: of shape (..., features).
+            sample: logits of no rows, which tell their number and dtype; None: computed.
+            moved: whether the words are dimension 1, as ``cross_entropy`` takes them, and not the last.
+        """
+        if sample is None:
+            with torch.no_grad():
+                sample = head(hidden.new_empty(0, hidden.shape[-1]))
+        shape = [*hidden.shape[:-1], sample.shape[-1]]
+        if moved:
+            shape.insert(1, shape.pop())
+        made: Logits = wrapper_subclass(Logits, shape, sample)
+        made._head, made._hidden, made._sample, made._moved = head, hidden, sample, moved
+        made._whole, made._has_views = None, False
+        if (
+            torch.is_grad_enabled()
+            and not head.is_detached
+            and any(each.requires_grad for each in (hidden, *head.weights))
+        ):
+            made.requires_grad_().register_hook(_refuse)  # type: ignore[no-untyped-call]
+        return made
+
+    @property
+    def _is_detached(self) -> bool:
+        """Whether what is made of these logits now gives them no gradient."""
+        return self._head.is_detached or not torch.is_grad_enabled()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a loss, or something else, was computed by rows."""
+        return bool(self._head.uses)
+
+    def whole(self) -> Tensor:
+        """Return all logits as an ordinary tensor, which is made once."""
+        if self._whole is None:
+            self._head.check()
+            with torch.no_grad() if self._head.is_detached else nullcontext():
+                found = self._head(self._hidden)
+            self._whole = found.movedim(-1, 1) if self._moved else found
+        return self._whole
+
+    def with_step(self, step: Rows) -> Logits:
+        """Return the logits after an operation on each row."""
+        head = replace(self._head, steps=(*self._head.steps, step), is_detached=self._is_detached)
+        with torch.no_grad():
+            sample = step(self._sample)
+        return Logits.of(head, self._hidden, sample, moved=self._moved)
+
+    def with_hidden(self, hidden: Tensor, *, moved: bool = False) -> Logits:
+        """Return logits of other hidden states: of some of the rows, or of all in another order."""
+        self._has_views = True
+        found = Logits.of(replace(self._head, is_detached=self._is_detached), hidden, self._sample, moved=moved)
+        found._has_views = True
+        return found
+
+    def rows(self, of: RowsOf, dtype: torch.dtype | None = None) -> Tensor:
+        """Compute a value, or several, for each row; by rows, so that at most ``head.chunk`` of them have logits at a time.
+
+        Args:
+            of: computes them.
+            dtype: of the logits that it gets; default: theirs.
+
+        Returns:
+            Of shape (..., values per row), as the hidden states have rows.
+        """
+        head = self._head if dtype in (None, self.dtype) else replace(self._head, steps=(*self._head.steps, _to(dtype)))
+        hidden = self._hidden.reshape(-1, self._hidden.shape[-1])
+        names = [name for name, _ in head.layer.named_parameters()]
+        head.check()
+        head.uses.append(len(hidden))
+        with torch.no_grad() if head.is_detached else nullcontext():
+            found = cast(Tensor, _ByRows.apply(_Work(head, of, names), hidden, *head.layer.parameters()))
+        return found.reshape(*self._hidden.shape[:-1], *found.shape[1:])
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do what a function does on whole logits, if possible without them."""
+        kwargs = kwargs or {}
+        if function in LOOKS:
+            return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
+        name = getattr(function, "__name__", "")
+        first = args[0] if args else kwargs.get("input")
+        if isinstance(first, Logits):
+            first._check(name)
+            own = _LAZILY.get(function) or _BY_NAME.get(name)
+            if first._whole is None and own is not None:
+                rest = {key: value for key, value in kwargs.items() if key != "input"}
+                found = own(first, name, function, args[1:], rest)
+                if found is not NotImplemented:
+                    return found
+        return function(*_made_whole(args, name), **_made_whole(kwargs, name))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Compute with whole logits; only what does not ask ``__torch_function__`` comes here."""
+        return function(*_made_whole(args, str(function)), **_made_whole(kwargs or {}, str(function)))
+
+    def _check(self, name: str) -> None:
+        if self.grad_fn is not None:
+            raise StrategyError(_LOST)
+        if self._has_views and self._whole is None and (name == "__setitem__" or _IN_PLACE.fullmatch(name)):
+            raise StrategyError(
+                f"ChunkedLoss: {name} changes logits that were taken apart before, call another function"
+            )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Return the shape and dtype; the values are not computed for it."""
+        return f"Logits(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class Deferred:
+    """The forward of a head that computes nothing yet. Its layer's weights have to be there until the model's forward ends.
+
+    Args:
+        layer: the head.
+        chunk: rows whose logits exist at a time.
+    """
+
+    def __init__(self, layer: nn.Module, chunk: int) -> None:
+        self._layer, self._chunk = layer, chunk
+        self._is_last = True
+
+    def __call__(self, hidden: Tensor) -> Any:
+        """Return logits of shape (..., words) for hidden states of shape (..., features)."""
+        forward = partial(type(self._layer).forward, self._layer)
+        head = OutputHead(self._layer, forward, self._chunk, weights=tuple(self._layer.parameters()))
+        return Logits.of(head, hidden) if self._is_last else _Later(head=head, hidden=hidden)
+
+    def come_last(self) -> None:
+        """Make logits after the forward hooks that the layer has by now: an engine's make ordinary tensors of all that they get."""
+        self._is_last = False
+        self._layer.register_forward_hook(lambda layer, args, later: Logits.of(**vars(later)))
+
+
+class _Later(dict[str, Any]):
+    """A result without tensors, for the hooks of an engine."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        vars(self).update(attributes)
+
+
+_LOST = "ChunkedLoss: a torch.autograd.Function got the logits, which are not computed yet; leave the transform out"
+
+
+def _refuse(gradient: Tensor) -> None:
+    raise StrategyError(_LOST)
+
+
+def is_deferred(module: nn.Module) -> bool:
+    """Whether a module's parameters are used after its forward."""
+    return isinstance(vars(module).get("forward"), Deferred)
+
+
+def _made_whole(given: Any, name: str) -> Any:
+    """Arguments with whole logits in the place of those that are not."""
+    if isinstance(given, Logits):
+        if given._whole is None and given.numel() and torch.is_grad_enabled() and name not in _told:
+            _told.add(name)
+            logger.warning("ChunkedLoss: logits are computed whole, because %s is called on them", name)
+        return given.whole()
+    if isinstance(given, Mapping):
+        return {key: _made_whole(value, name) for key, value in given.items()}
+    if isinstance(given, (list, tuple)) and not hasattr(given, "_fields"):
+        return type(given)(_made_whole(value, name) for value in given)
+    return given
+
+
+_told: set[str] = set()
+_IN_PLACE = re.compile(r"__i[a-z]+__|[a-z]\w*[a-z]_")
+
+
+# What is computed by rows, forward and backward.
+
+
+@dataclass
+class _Work:
+    head: OutputHead
+    of: RowsOf
+    names: Sequence[str]
+
+    def __post_init__(self) -> None:
+        self._body = _Body(self.head)
+
+    def compute(self, hidden: Tensor, tensors: Sequence[Tensor], number: int) -> Tensor:
+        """The values of some rows, with these tensors as the parameters."""
+        given = {f"layer.{name}": tensor for name, tensor in zip(self.names, tensors, strict=True)}
+        return self.of(functional_call(self._body, given, (hidden,)), number)
+
+
+class _Body(nn.Module):
+    """The layer without its hooks, in the way in which a module is called with other parameters."""
+
+    def __init__(self, head: OutputHead) -> None:
+        super().__init__()
+        self.layer, self.head = head.layer, head
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden)
+
+
+class _ByRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, work: _Work, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        kind = hidden.device.type
+        ctx.work, ctx.autocast = work, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        # Dropout of an adapter in the head; a matrix alone draws nothing.
+        draws = type(work.head.layer).forward is not nn.Linear.forward
+        ctx.drawn = rng_state(hidden.device) if draws else None
+        ctx.save_for_backward(hidden, *parameters)
+        return torch.cat(
+            [work.compute(rows, parameters, i) for i, rows in enumerate(torch.split(hidden, work.head.chunk))]
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,), (hidden, *parameters) = gradients, ctx.saved_tensors
+        kind, dtype, enabled = ctx.autocast
+        _, of_hidden, *wanted = ctx.needs_input_grad
+        found = torch.zeros_like(hidden) if of_hidden else None
+        sums = [
+            torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) if wants else None
+            for each, wants in zip(parameters, wanted, strict=True)
+        ]
+        with torch.autocast(kind, dtype=dtype, enabled=enabled), _drawing_again(ctx.drawn, hidden.device):
+            chunk = ctx.work.head.chunk
+            for i, (rows, of_rows) in enumerate(
+                zip(torch.split(hidden, chunk), torch.split(gradient, chunk), strict=True)
+            ):
+                part = rows.detach().requires_grad_(of_hidden)
+                own = [each.detach().requires_grad_(wants) for each, wants in zip(parameters, wanted, strict=True)]
+                with torch.enable_grad():
+                    value = ctx.work.compute(part, own, i)
+                asked = [each for each in (part, *own) if each.requires_grad]
+                of_each = iter(torch.autograd.grad(value, asked, of_rows, allow_unused=True))
+                totals = [None if found is None else found[i * chunk : (i + 1) * chunk], *sums]
+                for total in (each for each in totals if each is not None):
+                    if (one := next(of_each)) is not None:
+                        total += one
+        given = [
+            None if each is None else each.to(parameter.dtype) for each, parameter in zip(sums, parameters, strict=True)
+        ]
+        return None, found, *given
+
+
+@contextmanager
+def _drawing_again(state: dict[str, Any] | None, device: torch.device) -> Iterator[None]:
+    """Context in which random numbers come from a state, and go on afterwards as if it had not been."""
+    if state is None:
+        yield
+        return
+    before = rng_state(device)
+    load_rng_state(state, device)
+    try:
+        yield
+    finally:
+        load_rng_state(before, device)
+
+
+# Functions that need no whole logits: each gets the logits, the function and its other arguments; NotImplemented: it does.
+
+
+def _to(dtype: torch.dtype | None) -> Rows:
+    return lambda rows: rows.to(dtype)
+
+
+def _on_rows(logits: Logits, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+    """An operation that treats each number by itself, with numbers, or with a tensor of a value for all or for each word."""
+    rest = [*args, *kwargs.values()]
+    tensors = [each for each in rest if isinstance(each, Tensor)]
+    if logits._moved or "out" in kwargs or any(isinstance(each, Logits) or each.requires_grad for each in tensors):
+        return NotImplemented
+    if any(each.ndim > logits.ndim or math.prod(each.shape[:-1]) != 1 for each in tensors):
+        return NotImplemented
+    flat: dict[int, Tensor] = {id(each): each.reshape(each.shape[-1:]) for each in tensors}
+    args = tuple(flat.get(id(each), each) for each in args)
+    kwargs = {key: flat.get(id(each), each) for key, each in kwargs.items()}
+    return logits.with_step(lambda rows: function(rows, *args, **kwargs))
+
+
+def _over_words(logits: Logits, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+    """softmax and log_softmax over the words."""
+    given = dict(
+        zip(
+            ("dim", "_stacklevel" if function in (functional.softmax, functional.log_softmax) else "dtype", "dtype"),
+            args,
+            strict=False,
+        )
+    )
+    given = {**given, **kwargs}
+    given.pop("_stacklevel", None)
+    if logits._moved or given.pop("dim", None) not in (-1, logits.ndim - 1):
+        return NotImplemented
+    function = torch.log_softmax if name == "log_softmax" else torch.softmax
+    return logits.with_step(lambda rows: function(rows, -1, **given))
+
+
+def _reduced(logits: Logits, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+    """logsumexp and argmax over the words."""
+    given = {**dict(zip(("dim", "keepdim"), args, strict=False)), **kwargs}
+    keeps = given.pop("keepdim", False)
+    if logits._moved or given.pop("dim", None) not in (-1, logits.ndim - 1, (-1,), [-1]) or given:
+        return NotImplemented
+    if name == "argmax":
+        with torch.no_grad():
+            found = logits.rows(lambda rows, _: rows.argmax(-1))
+    else:
+        found = logits.rows(lambda rows, _: rows.logsumexp(-1), torch.promote_types(logits.dtype, torch.float32)).to(
+            logits.dtype
+        )
+    return found.unsqueeze(-1) if keeps else found
+
+
+def _gathered(logits: Logits, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(("dim", "index"), args, strict=False)), **kwargs}
+    dim, index = given.pop("dim", None), given.pop("index", None)
+    if logits._moved or given or dim not in (-1, logits.ndim - 1) or index.shape[:-1] != logits.shape[:-1]:
+        return NotImplemented
+    parts = index.reshape(-1, index.shape[-1]).split(logits._head.chunk)
+    return logits.rows(lambda rows, i: rows.gather(-1, parts[i]))
+
+
+def _same(logits: Logits, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+    return logits
+
+
+def _detached(logits: Logits, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+    with torch.no_grad():
+        return logits.with_hidden(logits._hidden, moved=logits._moved)
+
+
+def _taken(logits: Logits, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+    """An index of rows."""
+    (index,) = args
+    items = index if isinstance(index, tuple) else (index,)
+    if logits._moved or any(isinstance(each, Logits) for each in items):
+        return NotImplemented
+    used = sum(_dims_of(each) for each in items)
+    if any(each is Ellipsis for each in items):
+        last_is_all = items[-1] is Ellipsis or (isinstance(items[-1], slice) and items[-1] == slice(None))
+        if not last_is_all or used > logits.ndim or (items[-1] is Ellipsis and used >= logits.ndim):
+            return NotImplemented
+    elif used >= logits.ndim and not (isinstance(items[-1], slice) and items[-1] == slice(None)):
+        return NotImplemented
+    return logits.with_hidden(logits._hidden[index])
+
+
+def _dims_of(item: Any) -> int:
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return 0
+    return item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1
+
+
+def _viewed(logits: Logits, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+    """view and reshape of rows."""
+    shape = kwargs.get("shape", kwargs.get("size", args[0] if len(args) == 1 else args))
+    if isinstance(shape, int):
+        shape = (shape,)
+    if logits._moved or not isinstance(shape, (tuple, list)) or not all(isinstance(each, int) for each in shape):
+        return NotImplemented  # a dtype
+    *leading, last = shape
+    words, rows = logits.shape[-1], math.prod(logits.shape[:-1])
+    if last == -1 and -1 not in leading:
+        last = words if math.prod(leading) == rows else 0
+    if last != words or not leading:
+        return NotImplemented
+    return logits.with_hidden(logits._hidden.reshape(*leading, logits._hidden.shape[-1]))
+
+
+def _flattened(logits: Logits, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(("start_dim", "end_dim"), args, strict=False)), **kwargs}
+    start, end = given.get("start_dim", 0) % logits.ndim, given.get("end_dim", -1) % logits.ndim
+    if logits._moved or end == logits.ndim - 1:
+        return NotImplemented
+    return logits.with_hidden(logits._hidden.flatten(start, end))
+
+
+_MATRICES = cast(Any, Tensor.mT).__get__
+
+
+def _moved(logits: Logits, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+    """The words to dimension 1 of logits of shape (samples, positions, words)."""
+    if logits._moved or logits.ndim != 3 or kwargs:
+        return NotImplemented
+    given = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    given = tuple(each % 3 if isinstance(each, int) else each for each in given)
+    is_so = {"transpose": {1, 2} == {*given}, "permute": given == (0, 2, 1), "movedim": given == (2, 1)}
+    return logits.with_hidden(logits._hidden, moved=True) if is_so.get(name, function == _MATRICES) else NotImplemented
+
+
+def _cross_entropy(logits: Logits, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+    """cross_entropy and nll_loss of indices of words."""
+    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = {"ignore_index": -100, "reduction": "mean", **dict(zip(names, args, strict=False)), **kwargs}
+    target, weight, reduction = given.pop("target"), given.get("weight"), given.pop("reduction")
+    is_old = given.pop("size_average", None) is not None or given.pop("reduce", None) is not None
+    at_words = logits._moved or logits.ndim <= 2
+    if is_old or target.is_floating_point() or not at_words or target.shape != logits._hidden.shape[:-1]:
+        return NotImplemented
+    if weight is not None and weight.requires_grad:
+        return NotImplemented
+    flat, wide = target.reshape(-1), torch.promote_types(logits.dtype, torch.float32)
+    parts = flat.split(logits._head.chunk)  # a whole: under cp no process may take some positions
+    if weight is not None:
+        given["weight"] = weight.to(wide)
+    losses = logits.rows(lambda rows, i: function(rows, parts[i], reduction="none", **given), wide).reshape(
+        target.shape
+    )
+    dtype = wide if torch.is_autocast_enabled(logits.device.type) else logits.dtype
+    if reduction == "none":
+        return losses.to(dtype)
+    if reduction == "sum":
+        return losses.sum().to(dtype)
+    counted = flat != given["ignore_index"]
+    shares = counted if weight is None else given["weight"][flat.clamp(0, logits._sample.shape[-1] - 1)] * counted
+    return (losses.sum() / shares.sum()).to(dtype)
+
+
+_POINTWISE = ("mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide", "divide", "multiply", "add", "__add__", "__radd__", "sub", "__sub__",
+              "neg", "__neg__", "tanh", "clamp", "float", "double", "half", "bfloat16", "to", "type")  # fmt: skip
+_BY_NAME: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(_POINTWISE, _on_rows),
+    **dict.fromkeys(("view", "reshape"), _viewed),
+    **dict.fromkeys(("log_softmax", "softmax"), _over_words),
+    **dict.fromkeys(("logsumexp", "argmax"), _reduced),
+    **dict.fromkeys(("transpose", "permute", "movedim"), _moved),
+    **dict.fromkeys(("cross_entropy", "nll_loss"), _cross_entropy),
+    "contiguous": _same, "detach": _detached, "flatten": _flattened, "gather": _gathered, "__getitem__": _taken,
+}  # fmt: skip
+_LAZILY: dict[Any, Callable[..., Any]] = {_MATRICES: _moved}
+LOOKS = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn", "layout",
+        "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested")),
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__, Tensor.element_size,
+    Tensor.get_device, Tensor.requires_grad_, Tensor.register_hook, Tensor.__hash__,
+}  # fmt: skip

@@ -1,0 +1,302 @@
+"""Logits by their hidden states: every function on them gives what whole logits give, and no tensor has all of them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+
+from flextrain import ConfigError, FlexibleRunner, StrategyError
+from flextrain.core.model import logits as module
+from flextrain.core.torch_compat.torch_private import tree_flatten
+from flextrain.runner.transforms.chunked_loss import ChunkedLoss
+
+WORDS, WIDTH, ROWS, CHUNK = 97, 8, (4, 10), 6
+
+
+class Speaker(nn.Module):
+    """A table of embeddings and a head; ``says`` makes the loss of logits and labels."""
+
+    def __init__(self, says: Callable[[Tensor, Tensor], Tensor], **options: Any) -> None:
+        super().__init__()
+        self.table, self.says = nn.Embedding(WORDS, WIDTH), says
+        self.head = nn.Linear(WIDTH, WORDS, **options)
+
+    def forward(self, words: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(torch.tanh(self.table(words)))
+        return {"loss": self.says(logits, labels), "logits": logits}
+
+
+WEIGHT = torch.rand(WORDS, dtype=torch.float64)
+BIAS = torch.randn(1, WORDS, dtype=torch.float64)
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "flat": lambda x, y: functional.cross_entropy(x.view(-1, x.size(-1)), y.view(-1)),
+    "flatten": lambda x, y: functional.cross_entropy(x.flatten(0, 1), y.flatten()),
+    "unknown size": lambda x, y: functional.cross_entropy(x.reshape(-1, WORDS), y.reshape(-1)),
+    "shifted": lambda x, y: functional.cross_entropy(x[..., :-1, :].contiguous().view(-1, WORDS), y[..., 1:].reshape(-1)),
+    "transposed": lambda x, y: functional.cross_entropy(x.transpose(1, 2), y),
+    "permuted": lambda x, y: functional.cross_entropy(x.permute(0, 2, 1), y, reduction="none").mean(1).sum(),
+    "turned": lambda x, y: functional.cross_entropy(x.mT, y),
+    "smooth": lambda x, y: functional.cross_entropy(x.flatten(0, 1), y.flatten(), label_smoothing=0.1),
+    "weighted": lambda x, y: functional.cross_entropy(x.flatten(0, 1), y.flatten(), WEIGHT, label_smoothing=0.1),
+    "sum": lambda x, y: functional.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum"),
+    "by token": lambda x, y: (functional.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="none") * torch.arange(40.0)).sum(),
+    "capped": lambda x, y: functional.cross_entropy(torch.tanh(x / 3.0).mul(3.0).flatten(0, 1), y.flatten()),
+    "biased": lambda x, y: functional.cross_entropy((2 * x + BIAS - 1).flatten(0, 1), y.flatten()),
+    "z": lambda x, y: functional.cross_entropy(x.flatten(0, 1), y.flatten()) + 1e-2 * x.logsumexp(-1).square().mean(),
+    "chosen": lambda x, y: -x.log_softmax(-1).gather(-1, y.clamp(0).unsqueeze(-1)).mean(),
+    "likelihood": lambda x, y: functional.nll_loss(functional.log_softmax(x, dim=-1).flatten(0, 1), y.flatten()),
+    "some": lambda x, y: functional.cross_entropy(x[y != -100], y[y != -100]),
+    "last": lambda x, y: functional.cross_entropy(x[:, -1], y[:, -1].clamp(0)),
+    "first of two": lambda x, y: functional.cross_entropy(x[None, 1:][0].flatten(0, 1), y[1:].flatten()),
+    "none counts": lambda x, y: functional.cross_entropy(x.flatten(0, 1), torch.full((40,), -100), reduction="sum"),
+}  # fmt: skip
+WHOLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sort": lambda x, y: x.sort(-1).values[..., 0].sum(),
+    "some words": lambda x, y: x[..., :5].sum(),
+    "one word": lambda x, y: x[0, 0, 3] + x[:, 2:3, -1].sum(),
+    "written": lambda x, y: functional.cross_entropy(x.mul_(2.0).flatten(0, 1), y.flatten()),
+    "filled": lambda x, y: (x.masked_fill_(x < 0, 0.0), x.sum())[1],
+    "over rows": lambda x, y: x.softmax(1)[..., 0].sum(),
+    "by rows": lambda x, y: (x * torch.arange(10.0).view(1, 10, 1)).logsumexp(-1).sum(),
+    "stacked": lambda x, y: torch.cat([x, x * 2], 1).logsumexp(-1).sum(),
+    "distribution": lambda x, y: functional.cross_entropy(x.flatten(0, 1), functional.one_hot(y.clamp(0), WORDS).flatten(0, 1).to(x)),
+}  # fmt: skip
+
+
+def data() -> tuple[Tensor, Tensor]:
+    words = torch.randint(0, WORDS, ROWS, generator=torch.Generator().manual_seed(2))
+    labels = words.clone()
+    labels[0, :3] = -100
+    return words, labels
+
+
+def pair(says: Callable[[Tensor, Tensor], Tensor], **options: Any) -> tuple[Speaker, Speaker]:
+    """A model with whole logits and its copy with some rows at a time."""
+    torch.manual_seed(0)
+    with_whole = Speaker(says, **options).double()
+    by_rows = copy.deepcopy(with_whole)
+    ChunkedLoss(CHUNK, "head")(by_rows)
+    return with_whole, by_rows
+
+
+def compare(says: Callable[[Tensor, Tensor], Tensor]) -> None:
+    with_whole, by_rows = pair(says)
+    for each in (with_whole, by_rows):
+        each(*data())["loss"].backward()
+    torch.testing.assert_close(by_rows(*data())["loss"], with_whole(*data())["loss"], rtol=1e-12, atol=1e-12)
+    for (name, one), other in zip(with_whole.named_parameters(), by_rows.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.fixture(autouse=True)
+def _told(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    monkeypatch.setattr(module, "_told", set())
+    return module._told
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_by_rows(name: str, _told: set[str]) -> None:
+    with Largest() as largest:
+        pair(LOSSES[name])[1](*data())["loss"].backward()
+    assert largest.words <= CHUNK * WORDS
+    compare(LOSSES[name])
+    assert not module._told
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_needs_all_logits_gets_them_and_is_named(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "flextrain"):
+        compare(WHOLE[name])
+    assert any("logits are computed whole, because" in line for line in caplog.messages)
+
+
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the number of elements of the largest tensor that has words and is not a parameter's."""
+
+    words = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = operation(*args, **(kwargs or {}))
+        for each in tree_flatten(found)[0]:
+            if isinstance(each, Tensor) and each.ndim > 1 and each.shape[-1] == WORDS and each.shape != (WIDTH, WORDS):
+                self.words = max(self.words, each.numel())
+        return found
+
+
+def test_a_chunk_may_be_larger_than_the_batch() -> None:
+    one, other = pair(LOSSES["flat"])
+    other.head.forward._chunk = 1000  # type: ignore[attr-defined, union-attr]
+    torch.testing.assert_close(other(*data())["loss"], one(*data())["loss"])
+
+
+def test_gradients_of_the_head_are_added_up_in_float32() -> None:
+    """In bfloat16 a sum of 2,000 equal numbers stops at 256."""
+    torch.manual_seed(0)
+    model = Speaker(lambda x, y: functional.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum")).bfloat16()
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+    ChunkedLoss(1, "head")(model)
+    words = torch.zeros(1, 2000, dtype=torch.long)
+    model(words, words)["loss"].backward()
+    assert model.head.bias.grad is not None
+    assert float(model.head.bias.grad[0]) == pytest.approx(-2000 * (1 - 1 / WORDS), rel=1e-2)
+
+
+def test_autocast_and_frozen_parts() -> None:
+    for frozen in ("head.weight", "table.weight"):
+        for each in (models := pair(LOSSES["flat"])):
+            each.float().get_parameter(frozen).requires_grad_(False)
+            with torch.autocast("cpu", torch.bfloat16):
+                found = each(*data())["loss"]
+            found.backward()
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            assert (one.grad is None) == (other.grad is None) == (not one.requires_grad)
+            if one.grad is not None:
+                torch.testing.assert_close(other.grad, one.grad, rtol=2e-2, atol=2e-3)
+
+
+class Dropping(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(functional.dropout(input, 0.5, self.training))
+
+
+def test_a_head_that_draws_drops_the_same_in_backward() -> None:
+    """The loss is linear in the weight: its gradient times the weight is the loss only if the masks agree."""
+    model = Speaker(lambda x, y: x.gather(-1, y.clamp(0).unsqueeze(-1)).sum()).double()
+    model.head = Dropping(WIDTH, WORDS, bias=False).double()
+    ChunkedLoss(CHUNK, "head")(model)
+    torch.manual_seed(3)
+    loss = model(*data())["loss"]
+    loss.backward()
+    assert model.head.weight.grad is not None
+    assert float((model.head.weight.grad * model.head.weight).sum()) == pytest.approx(float(loss), rel=1e-9)
+
+
+def test_hooks_of_parameters_see_one_gradient() -> None:
+    _, model = pair(LOSSES["flat"])
+    seen: list[Tensor] = []
+    model.head.weight.register_hook(seen.append)
+    model(*data())["loss"].backward()
+    assert len(seen) == 1
+
+
+def test_logits_are_whole_in_evaluation_and_gone_in_training() -> None:
+    one, other = pair(LOSSES["flat"])
+    with torch.no_grad():
+        assert torch.equal(other(*data())["logits"], one(*data())["logits"])
+    gone = other(*data())["logits"]
+    for use in (lambda: gone.argmax(-1), lambda: torch.argmax(gone), lambda: gone[0]):
+        with pytest.raises(StrategyError, match="the logits of training are gone after the loss"):
+            use()
+
+
+@pytest.mark.parametrize("doubled", [lambda x: x * 2, lambda x: x.cumsum(-1)], ids=["a step", "all of it"])
+def test_a_gradient_that_would_be_lost(doubled: Callable[[Tensor], Tensor]) -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return doubled(x)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            return gradients[0] * 2
+
+    _, model = pair(lambda x, y: Double.apply(x).sum())  # type: ignore[no-untyped-call]
+    with pytest.raises(StrategyError, match=r"a torch.autograd.Function got the logits"):
+        model(*data())["loss"].backward()
+
+
+def test_what_is_made_without_gradients_gives_none() -> None:
+    def says(x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = (x / 2.0).argmax(-1)
+            constant, other = x * 2.0, x[:, 1:]
+        parts = (
+            functional.cross_entropy(constant.flatten(0, 1), y.flatten())
+            + other.logsumexp(-1).sum()
+            + x.detach().logsumexp(-1).sum()
+        )
+        return functional.cross_entropy(x.flatten(0, 1), target.flatten()) + parts
+
+    compare(says)
+    assert not module._told
+
+
+def test_written_after_it_was_taken_apart() -> None:
+    def says(x: Tensor, y: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        x.mul_(2.0)
+        return functional.cross_entropy(flat, y.flatten())
+
+    with pytest.raises(StrategyError, match="mul_ changes logits that were taken apart before"):
+        pair(says)[1](*data())
+
+
+def test_copies_have_their_own_head() -> None:
+    _, model = pair(LOSSES["flat"])
+    model.says = functional.mse_loss
+    model.says = torch.nn.functional.cross_entropy  # type: ignore[assignment]
+    hidden = torch.randn(5, WIDTH, dtype=torch.float64)
+    for again in (copy.deepcopy(model.head), pickle.loads(pickle.dumps(model.head))):
+        nn.init.zeros_(model.head.weight)
+        assert float((again(hidden) + 0).detach().abs().sum()) != float((model.head(hidden) + 0).detach().abs().sum())
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"chunk": 0}, r"transforms\[0\].chunk: 0 is not allowed, give a number of tokens, 1 or more"),
+        ({"chunk": True}, r"transforms\[0\].chunk: True is not allowed"),
+        ({"head": "haed"}, r'transforms\[0\].head: the model has no module "haed", did you mean "head"\?'),
+        (
+            {},
+            r'transforms\[0\].head: Speaker does not say which module makes its logits, give its name, such as "lm_head"',
+        ),
+        ({"size": 3}, r"transforms\[0\].size"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], says: str, tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match=says):
+        runner(tmp_path, dict(type="ChunkedLoss", **options)).train()
+
+
+def test_twice_and_compiled(tmp_path: Any) -> None:
+    once = dict(type="ChunkedLoss", head="head")
+    with pytest.raises(ConfigError, match="the model has a ChunkedLoss already"):
+        runner(tmp_path / "twice", once, once).train()
+    with pytest.raises(ConfigError, match="strategy.compile: Speaker has a ChunkedLoss, which cannot be compiled"):
+        runner(tmp_path / "compiled", once, strategy=dict(type="SingleDeviceStrategy", compile=True)).train()
+
+
+def test_a_run_trains_the_same_and_evaluates(tmp_path: Any) -> None:
+    found = []
+    for number, transforms in enumerate([(), (dict(type="ChunkedLoss", head="head", chunk=CHUNK),)]):
+        model = runner(tmp_path / str(number), *transforms).train()
+        found.append([each.detach().clone() for each in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def runner(folder: Any, *transforms: Any, **more: Any) -> FlexibleRunner:
+    torch.manual_seed(0)
+    words, labels = data()
+    rows = [{"words": one, "labels": other} for one, other in zip(words, labels, strict=True)]
+    return FlexibleRunner(
+        model=Speaker(LOSSES["flat"]),
+        transforms=list(transforms),
+        train_dataloader=DataLoader(rows, batch_size=2),  # type: ignore[arg-type]
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.5)),
+        train_cfg=dict(max_epochs=2),
+        work_dir=str(folder),
+        **more,
+    )
