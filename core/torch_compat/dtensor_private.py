@@ -37,6 +37,20 @@ def computes_strided_shards() -> bool:
     return isinstance(strided_shard(0, 2), Shard) or hasattr(specs, "_StridedShardNotDecodableError")
 
 
+def waited(tensor: Tensor) -> Tensor:
+    """The tensor, once the collective is done that computes it; what stands for it until then has no memory of its own. 2.6, 2.15."""
+    collectives = importlib.import_module("torch.distributed._functional_collectives")
+    if not isinstance(tensor, collectives.AsyncCollectiveTensor):
+        return tensor
+    tensor.trigger_wait()
+    return cast(Tensor, tensor.elem)
+
+
+def finish(tensor: Tensor) -> None:
+    """Wait for the collective of ``torch.ops._c10d_functional`` that computes a tensor, if one does. 2.6, 2.15."""
+    torch.ops._c10d_functional.wait_tensor(tensor)
+
+
 def local_tensor(tensor: DTensor) -> Tensor:
     """What this process has of it, the same object every time, for the cost of an attribute. 2.6, 2.15."""
     return tensor._local_tensor

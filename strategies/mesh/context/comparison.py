@@ -17,6 +17,7 @@ from ....core.base.errors import StrategyError
 from ....core.base.trees import tree_map_only
 from ....core.comm import collectives as dist
 from ....core.model.base_model import class_name
+from ....core.torch_compat.dtensor_private import finish, local_tensor, waited
 from ....core.torch_compat.torch_private import TorchDispatchMode, arguments_of, is_mutable, storage_key, tree_flatten
 from ...base import EvalStep, TrainStep
 from ..experts import Dispatch
@@ -250,6 +251,9 @@ class MixedPositions(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 result = func(
                     *tree_map_only(Tensor, stand_in, tuple(args)), **tree_map_only(Tensor, stand_in, dict(kwargs))
                 )
+                if func.namespace == "_c10d_functional":
+                    for value in tree_flatten(result)[0]:
+                        finish(value)
             except Exception:  # it takes no such numbers, and is taken to combine all that it is given
                 known = [False] * len(outputs)
                 break
@@ -344,12 +348,12 @@ class MixedPositions(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # Memory
 
     def _key(self, tensor: Tensor) -> int:
-        return storage_key(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        return storage_key(_own(tensor))
 
     def _read(self, tensor: Tensor) -> Tensor | None:
         """Return the kinds of the positions of each number; None: it depends on none."""
         if isinstance(tensor, DTensor):
-            found = self._read(tensor.to_local())
+            found = self._read(_own(tensor))
             if found is None:
                 return None
             layout = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
@@ -357,6 +361,7 @@ class MixedPositions(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 found, tensor.device_mesh, layout, run_check=False, shape=tensor.shape, stride=tensor.stride()
             )
             return whole.full_tensor()
+        tensor = _own(tensor)
         if (known := self._memory.get(storage_key(tensor))) is None or not tensor.numel():
             return None
         found = _elements(known[1], tensor)[..., 0]
@@ -368,8 +373,9 @@ class MixedPositions(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(tensor, DTensor):
             layout = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
             placed = distribute_tensor(kinds.contiguous(), tensor.device_mesh, layout, src_data_rank=None)
-            self._write(tensor.to_local(), placed.to_local())
+            self._write(_own(tensor), placed.to_local())
             return
+        tensor = _own(tensor)
         if not tensor.numel():
             return
         key, storage = storage_key(tensor), tensor.untyped_storage()
@@ -378,6 +384,11 @@ class MixedPositions(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return
             self._memory[key] = storage, torch.zeros(storage.nbytes(), dtype=torch.uint8, device=tensor.device)
         _elements(self._memory[key][1], tensor).copy_(kinds[..., None].expand(*tensor.shape, tensor.itemsize))
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor, in its memory."""
+    return waited(local_tensor(tensor) if isinstance(tensor, DTensor) else tensor)
 
 
 def _elements(memory: Tensor, tensor: Tensor) -> Tensor:
