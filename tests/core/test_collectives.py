@@ -152,7 +152,7 @@ else:
     print([os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in started], flush=True)
     os._exit(0)
 init_process_group("gloo", rank=rank, world_size=4, init_method=sys.argv[1], timeout_s=60)
-leave_at_exit()
+leave_at_exit(torch.device("cpu"))
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(500, 500))  # holds the group beyond its end
 large, box = torch.zeros(1_000_000), [None] * 4
 model(torch.zeros(1, 500)).sum().backward()
