@@ -7,7 +7,7 @@ import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -180,7 +180,9 @@ _here: weakref.WeakKeyDictionary[Any, _Here] = weakref.WeakKeyDictionary()  # by
 def use_shard(data: DataShard) -> None:
     """Let this process gather from those with the other shards of the data; called by its strategy."""
     if dist.is_initialized():
-        _here[torch_dist.group.WORLD] = _Here(data)
+        world = torch_dist.group.WORLD
+        # A value that held its key would keep the default process group, with its threads and connections, for ever.
+        _here[world] = _Here(replace(data, group=None) if data.group is world else data)
 
 
 _told: tuple[int, int] | None = None  # in the worker of a loader

@@ -40,9 +40,7 @@ def train_and_leave(spec: dict[str, Any], model: str) -> tuple[int, int, int]:
     return before, during, threads_of_groups()
 
 
-@pytest.mark.parametrize(
-    "axis", ["tp", pytest.param("dp_shard", marks=pytest.mark.full), pytest.param("cp", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("axis", ["tp", "dp_shard", pytest.param("cp", marks=pytest.mark.full)])
 def test_no_process_group_lives_on(workers2: WorkerGroup, axis: str) -> None:
     """What DTensor remembers of layouts kept all groups of every mesh of tensor parallelism, and their threads."""
     for before, during, after in workers2.run(train_and_leave, dict(type="MeshStrategy", **{axis: 2}), "llama"):
