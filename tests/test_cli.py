@@ -77,13 +77,24 @@ def test_unknown_kind_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("command", [["list", "--json"], pytest.param(["list", "optimizers"], marks=pytest.mark.full)])
+@pytest.mark.parametrize("command", [["list", "--json"], pytest.param(["list", "models"], marks=pytest.mark.full)])
 def test_a_reader_that_leaves_early_is_no_error(command: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run([sys.executable, "-m", "flextrain", *command], stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_what_libraries_say_is_no_part_of_a_list() -> None:
+    """DeepSpeed logs to standard output when it is imported."""
+    pytest.importorskip("deepspeed")
+    command = [sys.executable, "-m", "flextrain", "list", "optimizers", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "FusedLamb" in json.loads(done.stdout)
+    assert "real_accelerator" in done.stderr
 
 
 def test_another_pipe_that_breaks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

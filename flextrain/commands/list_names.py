@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import sys
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +109,9 @@ def describe(found: registry.Registry, name: str) -> str:
     from ..reference.describe import documentation
 
     try:
-        target = found.get(name)
+        # What a library says when it is imported is no part of the list: DeepSpeed's log goes to standard output.
+        with contextlib.redirect_stdout(sys.stderr):
+            target = found.get(name)
     except Exception as error:  # an entry point of a third party may fail in any way, and must not hide the other names
         return f"cannot be loaded: {error}"
     return documentation(target).summary
