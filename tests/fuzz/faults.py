@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -42,7 +42,7 @@ def _without_hooks(setup: Any) -> Any:
 def _without_moments(load: Any) -> Any:
     """A resumed optimizer begins with empty state."""
 
-    def changed(self: Any, state: dict[str, Any]) -> None:
+    def changed(self: Any, state: Mapping[str, Any]) -> None:
         found = {
             key: torch.zeros_like(value) if key.startswith("optim.state") and isinstance(value, Tensor) else value
             for key, value in state.items()
@@ -79,7 +79,7 @@ FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
     "norm of own shards": ("fsdp", gradients, "_norm", _norm_of_own_shards),
     "mean over full window": ("ddp", OptimWrapper, "backward", _mean_over_full_window),
     "without hooks": ("ddp", DDPStrategy, "setup", _without_hooks),
-    "without moments": ("fsdp", FSDPStrategy, "load_state_dict", _without_moments),
+    "without moments": ("fsdp", FSDPStrategy, "load", _without_moments),
     "mean over users": ("ddp", Strategy, "run_window", _mean_over_users),
     "hardly moving": ("ddp", Strategy, "run_window", _hardly_moving),
 }

@@ -135,6 +135,7 @@ def loaded(path: Path) -> Iterator[Any]:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    registered = dict(STRATEGIES._modules)
     sys.modules[path.stem] = module
     sys.path.append(str(path.parent))  # as for a script, which finds its neighbours
     try:
@@ -143,6 +144,8 @@ def loaded(path: Path) -> Iterator[Any]:
     finally:
         del sys.modules[path.stem]
         sys.path.remove(str(path.parent))
+        for name in STRATEGIES._modules.keys() - registered:  # the next test loads it again
+            del STRATEGIES._modules[name]
 
 
 # Strategies with one fault each

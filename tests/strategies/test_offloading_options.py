@@ -128,6 +128,8 @@ def test_a_compilation_that_fails_is_one_line(
         raise RuntimeError(f"Error building extension '{name}':\nerror: something")
 
     monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
+    # Where DeepSpeed keeps the extension that another test of this session has loaded.
+    monkeypatch.setattr(sys, "_deepspeed_pin_memory_op_module", None, raising=False)
     monkeypatch.setattr("torch.utils.cpp_extension.load", fail)
     monkeypatch.setattr(swap_files, "check_async_io", lambda: None)
     add_program(bare, "c++", 0)
