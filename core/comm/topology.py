@@ -173,6 +173,11 @@ class _Here:
     counts: bool = True
     why_not: str = ""
 
+    def __post_init__(self) -> None:
+        if self.data.group is torch_dist.group.WORLD:
+            # The key below: a value that held it would keep the group, with its threads and connections, for ever.
+            self.data = replace(self.data, group=None)
+
 
 _here: weakref.WeakKeyDictionary[Any, _Here] = weakref.WeakKeyDictionary()  # by the default process group
 
@@ -180,9 +185,7 @@ _here: weakref.WeakKeyDictionary[Any, _Here] = weakref.WeakKeyDictionary()  # by
 def use_shard(data: DataShard) -> None:
     """Let this process gather from those with the other shards of the data; called by its strategy."""
     if dist.is_initialized():
-        world = torch_dist.group.WORLD
-        # A value that held its key would keep the default process group, with its threads and connections, for ever.
-        _here[world] = _Here(replace(data, group=None) if data.group is world else data)
+        _here[torch_dist.group.WORLD] = _Here(data)
 
 
 _told: tuple[int, int] | None = None  # in the worker of a loader
