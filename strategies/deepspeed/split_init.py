@@ -32,6 +32,8 @@ class SplitInit:
 
     def run(self, model: nn.Module, memory: ModelWithoutMemory) -> None:
         """Shard all of them, one after the other; a collective."""
+        with self._split:  # it puts a linear in torch's place that keeps no whole weight from forward to backward
+            pass
         with swappable(model):
             for parameter in [*model.parameters()]:
                 if parameter.is_meta:
