@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -193,6 +194,8 @@ _JOB = "flextrain/job"
 _PATIENCE_S = 3.0
 # How long the name of rank 0's machine may be unknown, while a name server is silent, and in a pod of Kubernetes.
 _NAME_S, _NAME_IN_POD_S, _NAME_NAP_S = 15.0, 300.0, 0.5
+# torchrun's agent serves its store before it starts processes: one that does not answer for so long has ended.
+_AGENT_S = 120.0
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.05
 
 
@@ -388,7 +391,7 @@ def _open(init_method: str, rank: int, world_size: int, timeout_s: float, is_der
             _await_server(init_method, min(timeout_s, _PATIENCE_S))
         timeout = datetime.timedelta(seconds=timeout_s)
         try:
-            store = _agents_store(timeout) if init_method.startswith("env://") else None
+            store = _agents_store(timeout_s) if init_method.startswith("env://") else None
             if store is None:
                 store, _, _ = next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))  # type: ignore[attr-defined]
         except (RuntimeError, ValueError) as error:
@@ -397,6 +400,8 @@ def _open(init_method: str, rank: int, world_size: int, timeout_s: float, is_der
                 reason = "another program of this machine uses the port, set MASTER_PORT to a free one"
             elif elsewhere:
                 reason = f"{host_of(init_method)} is no address of {socket.gethostname()}, where rank 0 runs ({reason})"
+            elif init_method.startswith("env://") and not _is_served_by_rank_0(init_method):
+                reason = f"the launcher has ended, or cannot be reached ({reason})"
             raise LaunchError(
                 f"launcher: rank {rank} did not find the others at {_said(init_method)}, {reason}"
             ) from error
@@ -405,7 +410,7 @@ def _open(init_method: str, rank: int, world_size: int, timeout_s: float, is_der
     return _endpoint.store
 
 
-def _agents_store(timeout: datetime.timedelta) -> Any:
+def _agents_store(timeout_s: float) -> Any:
     """The store that torchrun's agent keeps; None if it keeps none.
 
     ``rendezvous`` of some versions of torch puts the number of restarts before every key. Agents of several machines
@@ -413,8 +418,25 @@ def _agents_store(timeout: datetime.timedelta) -> Any:
     """
     if _is_served_by_rank_0("env://"):
         return None
+    limit_s = min(timeout_s, _AGENT_S)
     where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(*where, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+    came: list[Any] = []
+
+    def connect() -> None:
+        timeout = datetime.timedelta(seconds=limit_s)
+        try:
+            came.append(dist.TCPStore(*where, is_master=False, wait_for_workers=False, timeout=timeout))  # type: ignore[attr-defined]
+        except (RuntimeError, ValueError) as error:
+            came.append(error)
+
+    # torch waits without end, and without hearing signals, for one that takes the connection and says nothing.
+    thread = threading.Thread(target=connect, name="flextrain-store", daemon=True)
+    thread.start()
+    thread.join(limit_s + _PATIENCE_S)
+    found = came[0] if came else RuntimeError(f"no answer within {limit_s:g} s")
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def _await_name(host: str, timeout_s: float) -> None:

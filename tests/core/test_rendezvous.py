@@ -277,3 +277,18 @@ def timeouts() -> tuple[float, ...]:
         found.append(torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options._timeout)
         dist.destroy_process_group()
     return tuple(found_s / timedelta(seconds=1) for found_s in found)
+
+
+def test_an_agent_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its port may still be open, held by a process that it had started, and nobody answers there."""
+    monkeypatch.setattr(rendezvous, "_AGENT_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for name, value in dict(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_ADDR="127.0.0.1").items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_PORT", str(silent.getsockname()[1]))
+        with pytest.raises(
+            LaunchError, match="rank 1 did not find the others at .*, the launcher has ended, or cannot be reached"
+        ):
+            store_of_group("env://", rank=1, world_size=2, timeout_s=3600)
+    with pytest.raises(LaunchError, match="the launcher has ended, or cannot be reached"):
+        store_of_group("env://", rank=1, world_size=2, timeout_s=3600)
