@@ -31,6 +31,7 @@ from .loop import environ
 T = TypeVar("T")
 
 START_TIMEOUT_S = 180.0  # a cold import of torch on a busy machine
+_SHORTEST_WAIT_S = 0.05  # less than this is no reason to wait for an answer once more
 GRACE_S = 2.0  # how long the others may take once one rank has failed
 NO_ACCELERATORS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
 
@@ -80,7 +81,8 @@ class WorkerGroup:
 
     Args:
         world_size: number of processes.
-        timeout_s: largest number of seconds for one ``run``.
+        timeout_s: largest number of seconds for one ``run``. On Linux those in which a process waits for a busy processor do not
+            count.
         accelerators: whether the processes see CUDA and Ascend devices. Without them, every machine behaves alike.
         imports: modules that all processes will import. If the first group names them, they are imported once for all groups.
     """
@@ -179,12 +181,15 @@ class WorkerGroup:
     def _collect(self, timeout_s: float, expect_ready: bool = False) -> dict[int, Answer]:
         """The answers that arrived in time. For a rank that died, the answer has its exit code."""
         answers: dict[int, Answer] = {}
-        deadline = time.monotonic() + timeout_s
+        deadline, before, granted_s = time.monotonic() + timeout_s, self._queued_s(), 0.0
         while len(answers) < self.world_size:
             pending = {rank: w for rank, w in enumerate(self._workers) if rank not in answers}
             watched = [end for w in pending.values() for end in (w.connection, w.process.sentinel)]
             if not wait(watched, timeout=max(0.0, deadline - time.monotonic())):
-                break
+                queued_s = max((s - before.get(pid, 0.0) for pid, s in self._queued_s().items()), default=0.0)
+                if queued_s - granted_s < _SHORTEST_WAIT_S or any(answer.result is None for answer in answers.values()):
+                    break
+                deadline, granted_s = time.monotonic() + queued_s - granted_s, queued_s
             for rank, worker in pending.items():
                 answer = _receive(worker, expect_ready)
                 if answer is not None:
@@ -192,6 +197,19 @@ class WorkerGroup:
                     if answer.result is None:
                         deadline = min(deadline, time.monotonic() + GRACE_S)
         return answers
+
+    def _queued_s(self) -> dict[int, float]:
+        """Seconds that each process, and each that it has started, has waited for a busy processor; empty without Linux.
+
+        Source: https://docs.kernel.org/scheduler/sched-stats.html#proc-pid-schedstat
+        """
+        groups = {worker.process.pid for worker in self._workers}
+        found = {}
+        for path in Path("/proc").glob("[0-9]*/schedstat"):
+            with contextlib.suppress(OSError):  # one that has ended meanwhile
+                if os.getpgid(pid := int(path.parent.name)) in groups:
+                    found[pid] = int(path.read_text().split()[1]) / 1e9
+        return found
 
     def _failed(self, answers: dict[int, Answer]) -> bool:
         return len(answers) < self.world_size or any(answer.result is None for answer in answers.values())
