@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ....core.base.errors import StrategyError
@@ -73,9 +74,9 @@ class MixedPositions(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.found: str | None = None
         self._names = {id(module): name for name, module in model.named_modules()}
         self._path: list[str] = []
-        # Storages, kept so that no other gets their key, and kinds by byte.
-        self._memory: dict[int, tuple[Any, Tensor]] = {}
-        self._unwritten: dict[int, Any] = {}
+        # By the key of a storage, which no other gets while something refers to it; its memory goes as always. And kinds by byte.
+        self._memory: dict[int, tuple[StorageWeakRef, Tensor]] = {}
+        self._unwritten: dict[int, StorageWeakRef] = {}
 
     def mark(self, tensor: Tensor, dim: int) -> None:
         """Say that a tensor has positions along a dimension."""
@@ -111,6 +112,8 @@ class MixedPositions(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         space, _, name = func.name().partition("::")
         name = name.partition(".")[0]
+        for key in [key for key, (storage, _) in self._memory.items() if storage.expired()]:  # type: ignore[no-untyped-call]
+            del self._memory[key]
         given = arguments_of(func, args, kwargs)
         inputs = [value for value in tree_flatten(list(given.values()))[0] if isinstance(value, Tensor)]
         kinds = {id(tensor): found for tensor in inputs if (found := self._read(tensor)) is not None}
@@ -138,7 +141,7 @@ class MixedPositions(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ):
             self._note("a kernel that cannot be followed", "may combine positions of a sequence")
         if name in _MADE and outputs[0].numel():
-            self._unwritten[self._key(outputs[0])] = outputs[0]
+            self._unwritten[self._key(outputs[0])] = StorageWeakRef(_own(outputs[0]).untyped_storage())  # type: ignore[no-untyped-call]
         if not kinds:
             for output in outputs:
                 if (key := self._key(output)) not in memory:
@@ -382,7 +385,8 @@ class MixedPositions(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._memory:
             if not bool(kinds.any()):
                 return
-            self._memory[key] = storage, torch.zeros(storage.nbytes(), dtype=torch.uint8, device=tensor.device)
+            made = torch.zeros(storage.nbytes(), dtype=torch.uint8, device=tensor.device)
+            self._memory[key] = StorageWeakRef(storage), made  # type: ignore[no-untyped-call]
         _elements(self._memory[key][1], tensor).copy_(kinds[..., None].expand(*tensor.shape, tensor.itemsize))
 
 
