@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -315,27 +316,27 @@ print(status("VmHWM") - before)
 @pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are measured as Linux does")
 @pytest.mark.parametrize(
-    "target, options, limit_mib",
+    "target, options",
     [
-        ("w.safetensors", {}, 20),
-        pytest.param("w.pth", {}, 20, marks=pytest.mark.full),
-        pytest.param("w.pth", {"dtype": "bfloat16"}, 36, marks=pytest.mark.full),
-        pytest.param("out", {"max_shard_size": "30MB"}, 20, marks=pytest.mark.full),
+        ("w.safetensors", {}),
+        pytest.param("w.pth", {}, marks=pytest.mark.full),
+        pytest.param("w.pth", {"dtype": "bfloat16"}, marks=pytest.mark.full),
+        pytest.param("out", {"max_shard_size": "30MB"}, marks=pytest.mark.full),
     ],
 )
-def test_peak_memory(tmp_path: Path, target: str, options: Any, limit_mib: float) -> None:
+def test_peak_memory(tmp_path: Path, target: str, options: Any) -> None:
     """96 MB of weights in tensors of 8 MiB need two of them: what is in memory, and the file that it comes from."""
     state = {f"model.{i}": torch.full((1024, 2048), float(i)) for i in range(12)}
     save_checkpoint(tmp_path / "a", state)
     save_checkpoint(tmp_path / "a_small", {"model.w": torch.ones(2)})
     arguments = [sys.executable, "-c", MEASURE, str(tmp_path / "a"), str(tmp_path / target), json.dumps(options)]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    # glibc keeps freed blocks of this size otherwise, more or fewer of them in each process.
+    variables = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
+    done = subprocess.run(arguments, env=variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     grown = float(done.stdout)
     print(f"{target} {options}: {grown:.1f} MiB")
-    assert (
-        grown < 8 + 32 + 8 + 4
-    )  # a tensor, mapped files until they are closed with the tensor that made them too much
+    assert grown < 20
 
 
 @pytest.mark.parametrize("kind", [[], ["--hf"], ["--dcp"], ["--peft"]])
