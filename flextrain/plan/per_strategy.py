@@ -126,7 +126,7 @@ def possible_changes(plan: StrategyPlan, job: PlannedJob) -> list[Change]:
     """Return the changes that a planned strategy honours, cheapest first.
 
     Units to gather, and freeing them after forward; smaller micro-batches, several of which make an update; sharding over
-    more processes; recomputation of less and of more; activations on the host; parallelism inside of the model; bfloat16, which changes what is computed, last.
+    more processes; logits by chunks; recomputation of less and of more; activations on the host; parallelism inside of the model; bfloat16, which changes what is computed, last.
     """
     recipe = plan.recipe
     if recipe is None:
@@ -135,6 +135,7 @@ def possible_changes(plan: StrategyPlan, job: PlannedJob) -> list[Change]:
         *_units(plan, recipe),
         *_smaller_micro_batches(recipe),
         *_sharding(recipe),
+        *_logits(recipe),
         *_recomputation(plan, recipe),
         *_inside_of_the_model(plan, recipe, job),
         *_precision(plan, recipe),
@@ -176,6 +177,11 @@ def _sharding(recipe: Recipe) -> Iterator[Change]:
         changes["strategy.wrap"] = "blocks"
     left: dict[Kind, float] = {**dict.fromkeys(_SHARDED, 1 / recipe.data_shards), "communication": 0.0}
     yield Change("type", changes, left)
+
+
+def _logits(recipe: Recipe) -> Iterator[Change]:
+    if recipe.has_large_logits:
+        yield Change("logits", {"transforms": [{"type": "ChunkedLoss"}]}, {"activations": 0.0, "temporary": 0.0})
 
 
 def _recomputation(plan: StrategyPlan, recipe: Recipe) -> Iterator[Change]:

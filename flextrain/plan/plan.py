@@ -97,6 +97,7 @@ class Recipe:
         batch_size: samples of a micro-batch of one data shard; None if no key of the configuration says so.
         is_dict: the optim_wrapper is a dict, whose keys can be changed.
         is_float32: it is an OptimWrapper, which leaves the computation as it is.
+        has_large_logits: the model says which module makes its logits, several times as wide as its input, and nothing transforms it.
     """
 
     options: list[str] = field(default_factory=list)
@@ -106,6 +107,7 @@ class Recipe:
     batch_size: int | None = None
     is_dict: bool = False
     is_float32: bool = False
+    has_large_logits: bool = False
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from ..runner.loops.losses import Weighing
 from ..runner.loops.step import Stepper
 from ..runner.parts import build_model
 from ..runner.transforms.apply import transform
+from ..runner.transforms.chunked_loss import head_of
 from ..strategies.base import Strategy
 from ..strategies.parts import note_initialised, pipeline_of, rehearsed
 from ..strategies.recomputation import repeated_blocks
@@ -48,6 +49,8 @@ UPDATES = 2
 """Updates that are made. The first one creates the optimizer's state, the second one is as all others."""
 REAL_UPDATES = 3
 """The same on real tensors, where DistributedDataParallel compares the order of gradients in the second one."""
+_WIDE = 8
+"""Logits of so many times the numbers of what they are made of are worth computing by chunks."""
 _UNUSED = (
     *("val_dataloader", "val_cfg", "val_evaluator", "test_dataloader", "test_cfg", "test_evaluator"),
     *("custom_hooks", "visualizer", "log_processor", "compile", "cfg", "param_scheduler", "auto_scale_lr", "env_cfg"),
@@ -281,6 +284,7 @@ class Training:
             name = type(block).__name__
             sizes[name] = sizes.get(name, 0) + sum(parameter.numel() for parameter in block.parameters())
         batch_size = loader.get("batch_size") if isinstance(loader, Mapping) else None
+        head = head_of(model)
         return Recipe(
             sorted(type(self.strategy).Config.model_fields),
             sorted(sizes, key=lambda name: -sizes[name]),
@@ -289,6 +293,7 @@ class Training:
             batch_size if isinstance(batch_size, int) else None,
             isinstance(wrapper, Mapping) and "optimizer" in wrapper,
             type(self._optim) is OptimWrapper,
+            not self._transforms and isinstance(head, nn.Linear) and head.out_features >= _WIDE * head.in_features,
         )
 
     def _network(self, topology: Topology) -> Network:

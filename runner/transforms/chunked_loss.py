@@ -60,13 +60,18 @@ class ChunkedLoss:
                     f'{self._where}.head: the model has no module "{self._head}"{suggest(self._head, names)}'
                 )
             return model.get_submodule(self._head)
-        asked = getattr(model, "get_output_embeddings", None)
-        found = asked() if callable(asked) else None
-        if not isinstance(found, nn.Module):
+        if (found := head_of(model)) is None:
             raise ConfigError(
                 f'{self._where}.head: {type(model).__name__} does not say which module makes its logits, give its name, such as "lm_head"'
             )
         return found
+
+
+def head_of(model: nn.Module) -> nn.Module | None:
+    """Return the module of which a model says that it makes its logits, as those of transformers do."""
+    asked = getattr(model, "get_output_embeddings", None)
+    found = asked() if callable(asked) else None
+    return found if isinstance(found, nn.Module) else None
 
 
 class _Gone:

@@ -57,6 +57,8 @@ ACTIVATIONS = {"parameters": 10, "activations": 80, "communication": 10}
 
 def test_the_kinds_of_changes_that_each_strategy_honours():
     assert kinds(planned(ACTIVATIONS)) == ["wrap", "accumulate", *RECOMPUTING, "tp", "cp", "precision"]
+    of_words = kinds(planned(ACTIVATIONS, has_large_logits=True))
+    assert of_words == ["wrap", "accumulate", "logits", *RECOMPUTING, "tp", "cp", "precision"]
     replicated = planned(ACTIVATIONS, known=["activation_checkpointing"])
     assert kinds(replicated) == ["accumulate", "type", *RECOMPUTING, "precision"]
     wrapped = {"wrap": "blocks", "reshard_after_forward": False, "mixed_precision": {"param_dtype": "bfloat16"}}
@@ -214,3 +216,31 @@ def test_the_new_peak_is_that_of_the_change_planned_by_hand(strategy):
     assert by_hand.highest.peak.total == last.peak <= room
     assert by_hand.samples == base.samples
     assert by_hand.sent == pytest.approx(last.sent * base.sent)
+
+
+MANY_WORDS = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from flextrain import FlexibleRunner
+
+model = LlamaForCausalLM(LlamaConfig(vocab_size=1024, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2))
+data = [dict(input_ids=torch.zeros(64, dtype=torch.long), labels=torch.zeros(64, dtype=torch.long))] * 8
+FlexibleRunner(
+    model=model,
+    work_dir="work_dirs",
+    train_dataloader=dict(batch_size=4, dataset=data, collate_fn=dict(type="default_collate")),
+    optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
+    train_cfg=dict(by_epoch=True, max_epochs=1),
+).train()
+"""
+
+
+@pytest.mark.processes
+def test_logits_by_chunks_are_proposed_once(tmp_path):
+    pytest.importorskip("transformers", reason="needs pip install flextrain[hf]")
+    script = tmp_path / "train.py"
+    script.write_text(MANY_WORDS)
+    by_chunks = dict(transforms=[dict(type="ChunkedLoss", chunk=16)])
+    before, after = (plan_strategy(PlannedJob(str(script), "ddp", 2, 1, (), changes)) for changes in ({}, by_chunks))
+    assert (before.recipe.has_large_logits, after.recipe.has_large_logits) == (True, False)
+    assert after.highest.peak.total < before.highest.peak.total / 2

@@ -40,6 +40,19 @@ def test_adapters(workers2, strategy):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3", "mesh:tp2"])
+def test_logits_by_chunks(workers2, strategy):
+    changes = dict(transforms=[dict(type="ChunkedLoss", chunk=8)])
+    whole = workers2.run(both, strategy, 2, "llama")
+    for (planned, real), (all_at_once, _) in zip(
+        workers2.run(both, strategy, 2, "llama", changes=changes), whole, strict=True
+    ):
+        check(planned, real, 0.01)
+        assert planned.peak.total < all_at_once.peak.total
+        assert planned.repeated_flops > 0
+
+
+@pytest.mark.full
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler, to count what torch's allocator gives out")
 @pytest.mark.parametrize(("strategy", "model"), GRID)
 def test_every_strategy_and_model(workers2, strategy, model):
