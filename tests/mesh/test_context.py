@@ -14,6 +14,9 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 from flextrain import BaseMetric, BaseModel, FlexibleRunner, Hook, MeshStrategy, OptimWrapper, SingleDeviceStrategy
@@ -23,7 +26,7 @@ from flextrain.core.comm import collectives as dist
 from flextrain.strategies.mesh.context import transformers as adapting
 from flextrain.strategies.mesh.context.attention import _Blocks
 from flextrain.strategies.mesh.context.batches import CutBatch, SequenceBatches, SequenceShards
-from flextrain.strategies.mesh.context.comparison import OneProcessComparison
+from flextrain.strategies.mesh.context.comparison import MixedPositions, OneProcessComparison
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_numbers, same_tensors
 from flextrain.testing.loop import alone, shard, train, windows
@@ -914,3 +917,35 @@ def test_broken_on_purpose(workers2: WorkerGroup, fault: str) -> None:
         assert "strategy.cp=2" in error
     for error in workers2.run(broken, fault, False):
         assert error.startswith("CheckFailedError: the loss of update")
+
+
+def found_after_gathering() -> list[str | None]:
+    """In a worker: what is found in forwards that multiply rows of all processes, of equal and of other positions."""
+    group, found = init_device_mesh("cpu", (2,)), []
+    for shift in (0, 1):
+        mixed = MixedPositions(nn.Module(), lambda: False)
+        rows = torch.randn(2, 16, requires_grad=True)
+        mixed.mark(rows, 1)
+        with mixed.watching():
+            everyones = functional_collectives.all_gather_tensor(rows * 2, 0, group)  # waited for by what reads it
+            (everyones * everyones.roll(shift, 1)).exp()
+        found.append(mixed.found)
+    dist.destroy_process_group()
+    return found
+
+
+def test_positions_are_followed_through_collectives(workers2: WorkerGroup) -> None:
+    for equal, shifted in workers2.run(found_after_gathering):
+        assert equal is None
+        assert shifted is not None
+
+
+def test_following_positions_keeps_no_memory() -> None:
+    mixed, rows = MixedPositions(nn.Module(), lambda: False), torch.randn(2, 16, requires_grad=True)
+    mixed.mark(rows, 1)
+    with mixed.watching():
+        doubled = rows.detach() * 2
+        memory: Any = StorageWeakRef(doubled.untyped_storage())  # type: ignore[no-untyped-call]
+        assert not memory.expired()
+        del doubled
+        assert memory.expired()
