@@ -93,7 +93,7 @@ def test_custom_strategy_is_short() -> None:
 def test_custom_axis(run_example: RunExample) -> None:
     """Divided batches are the batches of one data loader: groups of two on four processes have as many as two processes."""
     two = run_example("custom_axis.py", processes=2)
-    assert "Mesh: divide 2" in two.stdout
+    assert "DividingMesh on 2 processes: divide 2" in two.stdout
     assert "[1][20/23]" in two.stdout
     assert accuracies(two.stdout)[-1] > 85
     four = run_example("custom_axis.py", processes=4)
