@@ -236,8 +236,10 @@ class UsedParameters:
         own = [p for group in optim.param_groups for p in group["params"]]
         sharded = [parameter for parameter in own if isinstance(parameter, DTensor)]
         if sharded and self._data.count > 1:
-            number, all_own = len(self._told), torch.zeros(2, len(sharded), dtype=torch.int8, device=self._device)
-            all_own[0] = _OWN  # without a copy from the host
+            number = len(self._told)
+            with with_values():  # a rehearsal sends and reads what this process tells too
+                all_own = torch.zeros(2, len(sharded), dtype=torch.int8, device=self._device)
+                all_own[0] = _OWN  # without a copy from the host
             self._told.append(([_OWN] * len(sharded), all_own))
             optim.register_step_pre_hook(lambda _: self._agree(number, sharded))
 
@@ -273,14 +275,16 @@ class UsedParameters:
             for parameter in parameters
         ]
         is_new = computed != self._told[number][0]
-        if is_new:
-            told = [computed, [_OWN - one for one in computed]]
-            self._told[number] = computed, torch.tensor(told, dtype=torch.int8, device=self._device)
-        dist.all_reduce(ends := self._told[number][1].clone(), "max", self._data.group)
-        if self._device.type == "cpu" or _ZEROS in computed or is_new:
-            for parameter, own, most, least in zip(parameters, computed, *ends.tolist(), strict=True):
-                if most < _OWN or least:
-                    self._settle(parameter, own, most, _OWN - least)
+        with with_values():
+            if is_new:
+                told = [computed, [_OWN - one for one in computed]]
+                self._told[number] = computed, torch.tensor(told, dtype=torch.int8, device=self._device)
+            dist.all_reduce(ends := self._told[number][1].clone(), "max", self._data.group)
+            is_read = self._device.type == "cpu" or _ZEROS in computed or is_new
+            read = zip(parameters, computed, *ends.tolist(), strict=True) if is_read else ()
+        for parameter, own, most, least in read:
+            if most < _OWN or least:
+                self._settle(parameter, own, most, _OWN - least)
         zeros.clear()
 
     def _settle(self, parameter: DTensor, own: int, most: int, least: int) -> None:
@@ -462,8 +466,7 @@ class FSDPStrategy(Strategy):
             if not self.config.compile:
                 watch_first_forward(unit, names)
         self._gather_float8(roots)
-        # Only by values do processes take different ways through the model.
-        if (data := self._averaged_over()).count > 1 and all(map(has_values, model.parameters())):
+        if (data := self._averaged_over()).count > 1:
             self._used = UsedParameters(model, (*self._units, *roots), data, self.device, self.topology.rank)
             self._keep_order(roots, names, data)
         if self.config.prefetch is not None:
