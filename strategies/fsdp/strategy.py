@@ -340,9 +340,12 @@ class FSDPStrategy(Strategy):
         """
         if self._noting.is_over:
             self._reset_after_error()
-            for root in self._roots:
-                root.reshard()
+            _free(self._gathering())
         return super().module
+
+    def _gathering(self) -> list[FSDPModule]:
+        """Return all modules that FSDP gathers. What is kept for backward stays gathered if backward never comes to its root."""
+        return [*cast(list[FSDPModule], self._units), *self._roots] if self._roots else []
 
     def join(self) -> None:
         """See Strategy; a single process creates a process group too, because a device mesh needs one."""
@@ -371,10 +374,14 @@ class FSDPStrategy(Strategy):
                 self._used.register(wrapper)
             if self._float8 is not None:
                 wrapper.register_step_pre_hook(lambda _, weights=self._float8: weights.forget())  # type: ignore[misc]
-            own = [p for group in wrapper.param_groups for p in group["params"] if p in self._whole]
-            if own:
+            updated = [p for group in wrapper.param_groups for p in group["params"]]
+            if own := [p for p in updated if p in self._whole]:
                 data = self._averaged_over()
                 wrapper.register_step_pre_hook(lambda _, scalars=own, data=data: average(scalars, data))  # type: ignore[misc]
+            # What stays gathered would have the weights of before the update, in every forward until it is freed.
+            known = set(updated)
+            units = [unit for unit in self._gathering() if not known.isdisjoint(cast(nn.Module, unit).parameters())]
+            wrapper.register_step_pre_hook(lambda _, units=units: _free(units))  # type: ignore[misc]
         return called, optim
 
     def _arranged(self) -> Arranged:
@@ -667,8 +674,7 @@ class FSDPStrategy(Strategy):
         if output is None:
             self._noting.has_seen = True
         elif not torch.is_grad_enabled():
-            for unit in (*self._units, root):
-                cast(FSDPModule, unit).reshard()
+            _free(cast(Iterable[FSDPModule], (*self._units, root)))
 
     # State
 
@@ -752,6 +758,11 @@ def _(strategy: FSDPStrategy, error: BaseException) -> str | None:
             "of place, as torch.nn.utils.parametrizations.spectral_norm does"
         )
     return None
+
+
+def _free(units: Iterable[FSDPModule]) -> None:
+    for unit in units:
+        unit.reshard()
 
 
 def _gather(parameter: nn.Parameter) -> Tensor:

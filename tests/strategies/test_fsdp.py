@@ -545,6 +545,22 @@ def test_the_module_may_be_asked_for_while_it_computes(workers2: WorkerGroup, wh
     workers2.run(looked_at, where)
 
 
+def without_backward() -> None:
+    """In a worker: the state after a forward in training is that of before, in shards, also of units that stay gathered for backward."""
+    strategy, called, _ = prepared(wrap="blocks", reshard_after_forward=False)
+    before = whole(strategy)
+    called(data(0))
+    found = strategy.model_state()
+    for key, value in strategy.module.named_parameters():
+        assert isinstance(value, DTensor), key
+        assert torch.equal(found[key].full_tensor(), before[f"model.{key}"]), key  # type: ignore[attr-defined]
+    strategy.leave()
+
+
+def test_a_forward_without_backward_leaves_shards(workers2: WorkerGroup) -> None:
+    workers2.run(without_backward)
+
+
 def interrupted_before_torch_could_go_on() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(FSDPModule, "reset_iter_state", raising=False)
@@ -643,6 +659,19 @@ class Two(BaseModel):
         return {"loss": first + second}
 
 
+class CallsBeforeUpdate(Two):
+    """Calls a part once more, without backward, between its gradients and its update."""
+
+    def train_step(self, data: Tensor, optim_wrapper: Any) -> dict[str, Tensor]:
+        first = self.one(data).square().mean()
+        optim_wrapper["one"].backward(first)
+        second = self.two(self.one(data).detach()).square().mean()
+        optim_wrapper["one"].step()
+        optim_wrapper["one"].zero_grad()
+        optim_wrapper["two"].update_params(second)
+        return {"loss": first + second}
+
+
 class WithOwnParameter(Two):
     def __init__(self) -> None:
         super().__init__()
@@ -656,18 +685,19 @@ def two_models(kind: type[Two], strategy: Any = None) -> dict[str, Tensor]:
     else:
         torch.manual_seed(0)
         strategy.setup(kind(), optim)
-    size = 4 // strategy.topology.world_size
+    size, module = 4 // strategy.topology.world_size, strategy.module
     for i in range(3):
         batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
-        strategy.module.train_step(batch[strategy.topology.rank * size : (strategy.topology.rank + 1) * size], optim)
+        module.train_step(batch[strategy.topology.rank * size : (strategy.topology.rank + 1) * size], optim)
     found = whole(strategy)
     strategy.leave()
     return found
 
 
-def test_a_train_step_that_calls_parts(workers2: WorkerGroup) -> None:
-    first, second = workers2.run(two_models, Two)
-    alone = two_models(Two, SingleDeviceStrategy(device="cpu"))
+@pytest.mark.parametrize("kind", [Two, CallsBeforeUpdate])
+def test_a_train_step_that_calls_parts(workers2: WorkerGroup, kind: type[Two]) -> None:
+    first, second = workers2.run(two_models, kind)
+    alone = two_models(kind, SingleDeviceStrategy(device="cpu"))
     assert first.keys() == second.keys() == alone.keys()
     for key, value in alone.items():
         torch.testing.assert_close(first[key], value, rtol=1e-6, atol=1e-7)
