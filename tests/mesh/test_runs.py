@@ -159,6 +159,11 @@ def test_feature(workers: Callable[[int], WorkerGroup], tmp_path: Path, mesh: st
     assert said in str(caught.value)
 
 
+def test_a_frozen_stage_has_no_gradients_of_weights(workers2: WorkerGroup, tmp_path: Path) -> None:
+    split = dict(more=dict(pp_schedule="zero_bubble"))
+    workers2.run(trained, "pp2", FEATURES["first frozen"] | split, tmp_path)
+
+
 def distance(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:
     return max(float((weights[name] - other).norm() / other.norm()) for name, other in others.items())
 

@@ -436,10 +436,11 @@ class Engine:
             grad = loss.grad
         else:
             grad, _ = self._transfers.receive(("grad", stage, i))
-        if forward.input is None:  # the first stage has nothing to send, its weights can wait
-            forward.weights = partial(torch.autograd.backward, [forward.output], [grad])
-        elif forward.output.requires_grad:
-            forward.weights = backward_of_input(forward.output, grad, forward.input, self._model)
+        if forward.output.requires_grad:  # not if nothing of the first stage is trained
+            if forward.input is None:  # the first stage has nothing to send, its weights can wait
+                forward.weights = partial(torch.autograd.backward, [forward.output], [grad])
+            else:
+                forward.weights = backward_of_input(forward.output, grad, forward.input, self._model)
         self._send_gradient(stage, i, forward)
 
     def _receive(self, stage: int, i: int, forward: _Forward | None, like: Callable[[], Tensor]) -> Tensor:
