@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ....core.base.errors import StrategyError
 from ....core.base.trees import tree_map_only
@@ -70,9 +70,8 @@ class MixedPositions(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module, may_cut: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._may_cut = may_cut
+        self._model, self._may_cut = model, may_cut
         self.found: str | None = None
-        self._names = {id(module): name for name, module in model.named_modules()}
         self._path: list[str] = []
         # By the key of a storage, which no other gets while something refers to it; its memory goes as always. And kinds by byte.
         self._memory: dict[int, tuple[StorageWeakRef, Tensor]] = {}
@@ -89,11 +88,12 @@ class MixedPositions(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Context of the forward."""
-        handles = [
-            register_module_forward_pre_hook(lambda module, _: self._path.append(self._name_of(module))),
-            register_module_forward_hook(lambda *_: self._path.__delitem__(-1)),
-        ]
+        handles: list[RemovableHandle] = []
         try:
+            for name, module in self._model.named_modules():  # no global hook: other threads call it too
+                where = f".{name} ({class_name(module)})" if name else ""
+                enter, leave = functools.partial(self._enter, where), self._leave
+                handles += module.register_forward_pre_hook(enter, prepend=True), module.register_forward_hook(leave)
             with self:
                 yield
         finally:
@@ -102,9 +102,11 @@ class MixedPositions(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._memory.clear()
             self._unwritten.clear()
 
-    def _name_of(self, module: nn.Module) -> str:
-        name = self._names.get(id(module))
-        return f".{name} ({class_name(module)})" if name else ""
+    def _enter(self, where: str, *_: Any) -> None:
+        self._path.append(where)
+
+    def _leave(self, *_: Any) -> None:
+        self._path.pop()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
