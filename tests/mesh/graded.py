@@ -169,7 +169,8 @@ MESHES: dict[str, tuple[int, int, bool, dict[str, Any]]] = {
 
 def optim(**options: Any) -> dict[str, Any]:
     """A wrapper that accumulates two micro-batches, and clips each time."""
-    adamw = dict(type="AdamW", lr=1e-2, weight_decay=0.05)
+    # With its usual eps, AdamW makes one bit of the initial weights 5e-12 of the final ones, where a gradient is almost zero.
+    adamw = dict(type="AdamW", lr=1e-2, weight_decay=0.05, eps=1e-6)
     return dict(optimizer=adamw, clip_grad=dict(max_norm=0.1), accumulative_counts=2) | options
 
 

@@ -94,25 +94,23 @@ SAID: dict[tuple[str, str], str | None] = {  # other than REFUSED
     ("calls of forward", "pp2xtp2"): "",
     ("calls of forward", "ep2xtp2"): None,
 }
-# On one device weights that differ by one in the last bit at first differ by 7e-13 in the end; otherwise 1e-12 is enough.
-TOLERANCES = {"tied": 1e-11}
 QUICK = ("pp2", "cp2")
 
 
-def same(found: Outcome, expected: Outcome, tolerance: float = 1e-12) -> None:
-    same_tensors(found[0], expected[0], "final weights", tolerance)
+def same(found: Outcome, expected: Outcome) -> None:
+    same_tensors(found[0], expected[0], "final weights", 1e-12)
     assert found[0].keys() == expected[0].keys()
     assert found[1:] == expected[1:]
 
 
-def trained(mesh: str, options: Mapping[str, Any], folder: Path, tolerance: float = 1e-12) -> None:
+def trained(mesh: str, options: Mapping[str, Any], folder: Path) -> None:
     """In a worker."""
     torch.set_num_threads(1)
     _, shards, sparse, spec = MESHES[mesh]
     with dtype_of(torch.float64):
         expected = on_one_device(sparse, **options)
         found = run(spec, folder, shards, sparse, **options)
-    same(found, expected, tolerance)
+    same(found, expected)
     assert {metrics["count"] for metrics in found[1:3] if metrics} == {EVALUATED}  # no sample was counted twice
 
 
@@ -152,10 +150,10 @@ def test_feature(workers: Callable[[int], WorkerGroup], tmp_path: Path, mesh: st
     said = next((REFUSED[feature, axis] for axis in axes if (feature, axis) in REFUSED), None)
     said = SAID.get((feature, mesh), said)
     if said is None:
-        workers(MESHES[mesh][0]).run(trained, mesh, FEATURES[feature], tmp_path, TOLERANCES.get(feature, 1e-12))
+        workers(MESHES[mesh][0]).run(trained, mesh, FEATURES[feature], tmp_path)
         return
     with pytest.raises(FlexTrainError) as caught:
-        workers(MESHES[mesh][0]).run(trained, mesh, FEATURES[feature], tmp_path, TOLERANCES.get(feature, 1e-12))
+        workers(MESHES[mesh][0]).run(trained, mesh, FEATURES[feature], tmp_path)
     assert said in str(caught.value)
 
 
