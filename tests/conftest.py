@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from packaging.version import Version
 
 # The session of pytest-xdist that only hands out tests does without torch: what needs it is imported where it is used.
 if TYPE_CHECKING:
@@ -240,18 +242,24 @@ def _no_leaked_process_group() -> Iterator[None]:
 NO_CPU_SHARDS = 'shards on accelerators only, "cpu" needs torch 2.7'
 
 
+# What is refused by design with older versions of a package: a part of the message, and a version that must not refuse it.
+REFUSED_BEFORE = (
+    (NO_CPU_SHARDS, "torch", "2.7"),
+    ("needs FSDPModule.finalize_backward, which torch", "torch", "2.15"),
+    ('"auto" needs transformers 5.16 or newer', "transformers", "5.16"),
+)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Skip what the strategy refuses by design on a torch that cannot shard on the CPU; with a later torch it is a failure."""
+    """Skip what is refused by design with old versions; with later ones it is a failure."""
     try:
         return (yield)
     except (Exception, pytest.fail.Exception) as error:
-        from torch.torch_version import TorchVersion, __version__
-
-        if NO_CPU_SHARDS in str(error) and TorchVersion(__version__) < "2.7":
-            if (
-                dist := sys.modules["torch.distributed"]
-            ).is_initialized():  # the test did not come as far as to leave it
-                dist.destroy_process_group()
-            pytest.skip(f"torch {__version__} {NO_CPU_SHARDS}")
+        for message, package, since in REFUSED_BEFORE:
+            if message in str(error) and Version(found := importlib.metadata.version(package)) < Version(since):
+                dist = sys.modules["torch.distributed"]
+                if dist.is_initialized():  # the test did not come as far as to leave it
+                    dist.destroy_process_group()
+                pytest.skip(f"{package} {found}: {message}")
         raise

@@ -10,9 +10,11 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...core.base.errors import StrategyError
 from ...core.comm.topology import DataShard, Topology
 from ...core.torch_compat.torch_private import with_values
 from ...optim.wrapper import OptimWrapper
@@ -154,6 +156,20 @@ class Layout:
 RunWindow = Callable[[Sequence[Any], TrainStep], dict[str, Tensor]]
 CheckWindow = Callable[[Sequence[Any], TrainStep], None]
 Evaluate = Callable[[Any, EvalStep], Any]
+
+
+def check_torch(axis: str) -> None:
+    """Refuse torch 2.6 for an axis that lays out parameters as DTensors, which that version always sends.
+
+    It also loses writes to rows of them, and refuses products of theirs with other tensors.
+
+    Raises:
+        StrategyError: in one line, with both versions.
+    """
+    if Version(torch.__version__) < Version("2.7"):
+        raise StrategyError(
+            f"strategy.{axis}: needs torch 2.7 or newer, {torch.__version__} is installed; install it, or leave {axis} out"
+        )
 
 
 class Axis:

@@ -24,7 +24,7 @@ from ...core.torch_compat.torch_private import has_values, with_values
 from ...optim.wrapper import OptimWrapper
 from ..base import EvalStep, Optim, TrainStep
 from ..sharding import check_divided
-from .axis import Axis, Evaluate, RunWindow, replace_forward
+from .axis import Axis, Evaluate, RunWindow, check_torch, replace_forward
 
 # The auxiliary loss with which transformers' models keep their experts equally busy, over the tokens of all
 # processes.
@@ -464,6 +464,7 @@ class ExpertParallel(Axis):
 
     def apply(self, model: nn.Module) -> nn.Module:
         """See Axis."""
+        check_torch(self.name)
         shared = [axis for axis in self.layout.sharing if self.layout.sizes[axis] > 1]
         sharing = self.layout.over(*shared) if shared else None
         scale = self._scale()

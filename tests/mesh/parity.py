@@ -16,7 +16,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 from flextrain import OptimWrapper, SingleDeviceStrategy, Strategy
@@ -29,6 +31,10 @@ from flextrain.testing.sessions import Session, whole_model
 from ..device import DEVICE
 from .models import build, sample
 
+NEEDS_LAYOUTS = pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.7"), reason="tensor parallelism needs torch 2.7"
+)
+"""For tests of DTensors without a strategy, which would refuse."""
 UPDATES = 20
 BATCH = 8  # samples of a global micro-batch
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}

@@ -13,12 +13,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from flextrain import MeshStrategy, OptimWrapper
 from flextrain.core.base.errors import FlexTrainError
 from flextrain.strategies.build import build_strategy
+from flextrain.strategies.mesh.axis import Axis
 from flextrain.strategies.mesh.config import resolved
+from flextrain.strategies.mesh.experts import ExpertParallel
+from flextrain.strategies.mesh.tensor import TensorParallel
 
 from .models import Images, Plain, build, of_transformers, sample
 
@@ -29,6 +33,8 @@ ModelRow = tuple[dict[str, Any], Made, str]
 PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 EXPERTS = {"layers.*.experts": "experts"}
 NUMBER = "is not allowed, give a positive number"
+
+NO_MUON = 'optim_wrapper.optimizer.type: "Muon" is no known optimizer'  # before torch 2.9
 
 NO_SHARDS = dict(dp_shard=1, pp=2)
 # Options alone, when the strategy is made. A key "world" is the number of processes.
@@ -197,7 +203,7 @@ MODELS: list[ModelRow] = [
     (dict(pp=2, tp=2, plan=PLAN, pp_schedule="zbv"), lambda: Plain(layers=4), 'strategy.pp_schedule: "zbv" computes gradients of weights apart, which torch cannot with strategy.tp'),
     (dict(pp=2, wrap=["ModuleList"]), Plain, "strategy.wrap: accepts a ModuleList"),
     # Optimizers of whole matrices
-    (dict(tp=2, plan=PLAN, optimizer="Muon"), Plain, "optim_wrapper.optimizer: Muon "),
+    (dict(tp=2, plan=PLAN, optimizer="Muon"), Plain, "optim_wrapper.optimizer: Muon " if hasattr(torch.optim, "Muon") else NO_MUON),
     (dict(tp=2, plan=PLAN, optimizer="Adafactor"), Plain, "optim_wrapper.optimizer: Adafactor "),
 ]  # fmt: skip
 
@@ -251,6 +257,18 @@ def test_one_line_before_training(
     assert found.startswith(message)
     assert re.match(r"(strategy|model|optim_wrapper)[.:\[, ]", found), "the key comes first"
     assert "\n" not in found
+
+
+@pytest.mark.parametrize("axis", [TensorParallel, ExpertParallel])
+def test_a_torch_that_cannot_divide_parameters(axis: type[Axis], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.6.0")
+    name = axis.name
+    layout: Any = SimpleNamespace(sizes={name: 2}, overlays={name: 2}, index={name: 0})
+    with pytest.raises(FlexTrainError) as caught:
+        axis(MeshStrategy(**{name: 2}).config, layout).apply(Plain())
+    assert str(caught.value) == (
+        f"strategy.{name}: needs torch 2.7 or newer, 2.6.0 is installed; install it, or leave {name} out"
+    )
 
 
 def test_the_table_is_long() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flextrain import MeshStrategy
 from flextrain.core.base.errors import FlexTrainError
+from flextrain.core.hugging_face.transformers_private import WITH_PLANS
 from flextrain.strategies.mesh import experts as balance
 from flextrain.strategies.mesh.experts import Dispatch, ExpertParallel, find_stacks
 from flextrain.testing import WorkerGroup
@@ -171,6 +172,7 @@ def check_models_of_transformers() -> None:
 
 @pytest.mark.distributed
 def test_models_of_transformers(workers2: WorkerGroup) -> None:
+    pytest.importorskip("transformers", minversion=WITH_PLANS)
     workers2.run(check_models_of_transformers)
 
 

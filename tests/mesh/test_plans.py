@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from flextrain import MeshStrategy
 from flextrain.core.base.errors import ConfigError
-from flextrain.core.hugging_face.transformers_private import TENSOR_PARALLEL
+from flextrain.core.hugging_face.transformers_private import TENSOR_PARALLEL, WITH_PLANS
 from flextrain.runner.data.first_batches import example_batch
 from flextrain.strategies.mesh.config import MeshConfig
 from flextrain.strategies.mesh.plans import check_heads_given, check_styles_given, choose_plan
@@ -94,6 +94,7 @@ def test_found(name: str, expected: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied"])
 def test_found_is_as_the_models_own(name: str) -> None:
+    pytest.importorskip("transformers", minversion=WITH_PLANS)
     model: Any = build(name)
     styles = dict(model.tp_plan)
     assert styles.pop("lm_head") == "colwise_gather_output"  # logits stay divided where a cross entropy takes them

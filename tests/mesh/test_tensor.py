@@ -34,7 +34,7 @@ from ..device import DEVICE
 from . import tensor_models as own
 from .models import MATRICES as SEPARATE
 from .models import Plain, PlainBlock, of_transformers, sample
-from .parity import RECIPES, Recipe, compare, data, started
+from .parity import NEEDS_LAYOUTS, RECIPES, Recipe, compare, data, started
 
 pytestmark = pytest.mark.distributed
 
@@ -375,6 +375,7 @@ def masks() -> dict[str, Any]:
     return {"expected": expected, "divided": divided.full_tensor(), "local": local, "after": after}
 
 
+@NEEDS_LAYOUTS
 def test_masks_repeated_across_heads_where_they_must_differ(workers2: WorkerGroup) -> None:
     one, two = workers2.run(masks)
     torch.testing.assert_close(one["divided"], one["expected"], rtol=0, atol=0)

@@ -25,9 +25,9 @@ from flextrain.strategies.mesh.tensor.operations import (
 from flextrain.testing import WorkerGroup
 
 from ..device import DEVICE
-from .parity import dtype_of
+from .parity import NEEDS_LAYOUTS, dtype_of
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, NEEDS_LAYOUTS]
 
 
 def _rope(x: Tensor) -> Tensor:

@@ -259,7 +259,7 @@ def backward_within(
         return
     gradient, edge = torch.ones_like(loss), torch.autograd.graph.get_gradient_edge(loss)
     with mode:  # no mode is asked for the backward of an edge, and taken out while it answers
-        torch.autograd.backward(edge, gradient, *args, **kwargs)
+        torch.autograd.backward((edge,), gradient, *args, **kwargs)  # torch 2.6 takes an edge alone for two tensors
 
 
 def computes_on_dtensors() -> bool:

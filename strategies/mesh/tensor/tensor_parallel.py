@@ -20,7 +20,7 @@ from ....optim.wrapper import OptimWrapper
 from ...base import EvalStep, Optim, TrainStep
 from ...fsdp import choose_roots
 from ...sharding import check_divided
-from ..axis import Axis, CheckWindow, Evaluate, Layout, RunWindow
+from ..axis import Axis, CheckWindow, Evaluate, Layout, RunWindow, check_torch
 from ..config import MeshConfig
 from ..plans import (
     check_heads_given,
@@ -194,6 +194,7 @@ class TensorParallel(Axis):
 
     def apply(self, model: nn.Module) -> nn.Module:
         """See Axis."""
+        check_torch(self.name)
         register_random_numbers()
         model = self._divided(model)
         check_float8(model, self.size)
