@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -37,6 +38,12 @@ def tensors(
     torch.manual_seed(0)
     sizes = [(heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1]), (heads[0], widths[1])]
     return [torch.randn(samples, each, length, width, **options) for each, width in sizes]
+
+
+TAKES_GROUPS = Version(torch.__version__) >= Version("2.15") or attention_private.takes_groups(
+    *tensors(20)[:3], None, 0.0, False
+)
+"""Whether torch's kernels of the CPU take fewer heads of keys than of queries; those of 2.6 do not, and heads are repeated."""
 
 
 def padded(length: int, *spans: tuple[int, int]) -> Tensor:
@@ -124,9 +131,9 @@ def test_a_whole_sequence_on_a_process(mask: str) -> None:
     assert_equal([found.detach(), *gradients], on_one_device(*given, allowed))
     if mask != "window":
         assert seen.largest < 512 * 512  # no mask, and no scores
-    assert not any("repeat" in name or "expand" in name for name in seen.names)  # heads of keys, and as many in kernels
+    assert any("repeat" in name or "expand" in name for name in seen.names) is not TAKES_GROUPS
     assert all(
-        seen.shapes[at][1][1] == 2
+        seen.shapes[at][1][1] == (2 if TAKES_GROUPS else 4)  # heads of keys, and as many in kernels
         for at, name in enumerate(seen.names)
         if name.startswith("_scaled_dot") and "backward" not in name
     )
@@ -240,6 +247,10 @@ def test_what_is_no_number_is_not_hidden() -> None:
 # Which kernels
 
 
+@pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.7"),
+    reason="torch 2.6 asks the driver for tensors of CUDA that have no values",
+)
 @pytest.mark.parametrize(
     "dtype, choice, kernel, repeats",
     [
@@ -352,8 +363,9 @@ def operations(kind: str) -> tuple[int, int]:
 @pytest.mark.distributed
 def test_operations_of_a_layer(workers2: WorkerGroup) -> None:
     """On an accelerator each costs the host microseconds: 4,096 positions over two processes."""
+    repeating = 0 if TAKES_GROUPS else 15
     for forward, backward in workers2.run(operations, "ring"):
-        assert forward < 40
-        assert backward < 40
+        assert forward < 40 + repeating
+        assert backward < 40 + repeating
     for forward, backward in workers2.run(operations, "ulysses"):
-        assert forward + backward < 70
+        assert forward + backward < 70 + repeating
