@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from ..core.base.errors import StrategyError
 from ..core.base.tensors import parts_of
 from ..core.torch_compat.torch_private import (
+    Both,
     TorchDispatchMode,
     arguments_of,
     changed_by,
@@ -95,13 +95,7 @@ def _contexts(may_keep: Callable[[Any], bool], pack: Callable[[Tensor], Any] | N
     results = _Results(may_keep, pack)
     forward, repetition = _Keeping(results), _Repeating(results)
     others = contexts_of_repetition()
-    return (forward, repetition) if others is None else (_both(others[0], forward), _both(others[1], repetition))
-
-
-@contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
-        yield
+    return (forward, repetition) if others is None else (Both(others[0], forward), Both(others[1], repetition))
 
 
 # Torch's own contexts hand out what was changed in place since, and end after one backward. Therefore they are for compiled

@@ -80,9 +80,12 @@ def laid_out_as(tensor: DTensor, local: Tensor) -> DTensor:
 def gradient_of(parameter: DTensor, local: Tensor) -> DTensor | None:
     """Return the gradient that backward gives for a parameter, from this process's part; None: it was added already. 2.6, 2.15.
 
-    Autograd's own addition takes as long for a DTensor as the products of a small matrix. It is left out where nothing waits for it.
+    Autograd's own addition takes as long for a DTensor as the products of a small matrix. It is left out where nothing waits for it,
+    and not where a parameter says that its gradients have another dtype, as it can in newer versions.
     """
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or not parameter.is_leaf:
+        return laid_out_as(parameter, local)
+    if getattr(parameter, "grad_dtype", None) not in (None, local.dtype):
         return laid_out_as(parameter, local)
     known = cast(DTensor | None, parameter.grad)
     if known is None:

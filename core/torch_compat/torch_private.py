@@ -15,7 +15,7 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,8 +125,10 @@ def is_functional(operation: Any) -> bool:
 
 
 def changed_by(operation: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that a call of an operation changes in place. 2.6, 2.15."""
+    """The tensors that a call of an operation may change in place; of a collective all, it does not say which. 2.6, 2.15."""
     schema = getattr(operation, "_schema", None)
+    if getattr(operation, "namespace", "") == "c10d":
+        return [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
     if schema is None or not schema.is_mutable:
         return []
     given = arguments_of(operation, args, kwargs)
@@ -446,16 +448,39 @@ def repeating_in(
 ) -> Iterator[None]:
     """Context in which ``torch.utils.checkpoint.checkpoint`` has other contexts by default, for forward and its repetition.
 
-    A TorchFunctionMode is not active in backward, where forward is repeated. With ``use_reentrant=True`` torch raises
-    ValueError because it cannot honour the contexts. They are a keyword with a default. 2.6, 2.15.
+    They are inside of those that are the default already. A TorchFunctionMode is not active in backward, where forward is repeated.
+    With ``use_reentrant=True`` torch raises ValueError because it cannot honour the contexts. They are a keyword with a
+    default. 2.6, 2.15.
     """
     defaults = cast(Any, inspect.unwrap(torch.utils.checkpoint.checkpoint)).__kwdefaults__
     before = defaults["context_fn"]
-    defaults["context_fn"] = contexts
+
+    def inside() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        (forward, repetition), own = before(), contexts()
+        return Both(forward, own[0]), Both(repetition, own[1])
+
+    defaults["context_fn"] = contexts if before is torch.utils.checkpoint.noop_context_fn else inside
     try:
         yield
     finally:
         defaults["context_fn"] = before
+
+
+class Both(AbstractContextManager[None]):
+    """Two contexts as one, which is entered again where backward repeats a forward once more."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._contexts = outer, inner
+        self._open = ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._open = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
 
 
 def contexts_of_repetition() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None:

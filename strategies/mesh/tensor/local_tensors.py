@@ -22,7 +22,13 @@ from torch.overrides import TorchFunctionMode
 from ....core.base.errors import StrategyError
 from ....core.base.trees import tree_map_only
 from ....core.torch_compat.dtensor_private import gradient_of, local_tensor
-from ....core.torch_compat.torch_private import has_values, tree_flatten, version_of, without_function_modes
+from ....core.torch_compat.torch_private import (
+    has_values,
+    repeating_in,
+    tree_flatten,
+    version_of,
+    without_function_modes,
+)
 from ..axis import own_random_numbers, replace_forward
 from ..first_batch import differentiated, differing, trying
 from .operations import backward_within
@@ -104,12 +110,16 @@ class LocalTensors:
         """Whether there is something to compare."""
         return all(map(has_values, self._model.parameters()))
 
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return the contexts of a forward that backward repeats, and of its repetition, which may end anywhere."""
+        return nullcontext(), _Repetition(self, [*self.open])
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Context for forward and backward, in which processes drop different elements of what they have shards of."""
         apart = _RandomApart(self.mesh, lambda: bool(self.open) and not self.is_exact)
         try:
-            with apart, of_some_dtensors() if self._has_dtensors else nullcontext():
+            with apart, repeating_in(self._contexts), of_some_dtensors() if self._has_dtensors else nullcontext():
                 yield
         finally:
             self._taken = None
@@ -130,10 +140,11 @@ class LocalTensors:
                 self.seen, self.open = [], []
                 with trying(self._model), of_some_dtensors() if self.is_exact else self.running():
                     outputs = [each for each in tree_flatten(compute())[0] if isinstance(each, Tensor)]
+                    tensors = [each for each in outputs if each.is_floating_point()]
+                    found.append([*self.seen, *(("the output", _whole(each)) for each in tensors)])
+                    self.seen = None  # backward may compute some once more
                     if torch.is_grad_enabled():
                         gradients.append(differentiated(self._model, outputs[0]))
-                tensors = [each for each in outputs if each.is_floating_point()]
-                found.append([*self.seen, *(("the output", _whole(each)) for each in tensors)])
         except Exception as error:  # shapes that do not fit raise anything
             if self.is_exact:
                 raise
@@ -152,11 +163,26 @@ class LocalTensors:
         if gradients:
             exact, local = gradients
             parameter = next(self._model.parameters())
-            wrong = differing(local, exact, parameter.dtype, parameter.device)
+            # Autocast and FSDP compute in another dtype than that of parameters.
+            dtype = min((each.dtype for _, each in found[0]), key=lambda one: one.itemsize, default=parameter.dtype)
+            wrong = differing(local, exact, dtype, parameter.device)
             if wrong is not None:
                 raise StrategyError(
                     f"{LOCAL_ADVICE} the gradient of {wrong[0]} differs by {wrong[1]:.1e} of its size from that of one device"
                 )
+
+
+class _Repetition(AbstractContextManager[None]):
+    """The repetition of a forward, which begins with the shards that no row-wise module had taken when the forward began."""
+
+    def __init__(self, local: LocalTensors, open: list[str]) -> None:
+        self._local, self._at_start, self._outside = local, open, open
+
+    def __enter__(self) -> None:
+        self._outside, self._local.open = self._local.open, [*self._at_start]
+
+    def __exit__(self, *_: object) -> None:
+        self._local.open = self._outside
 
 
 # What takes the place of the forward of a planned module.

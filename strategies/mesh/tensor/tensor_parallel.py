@@ -16,6 +16,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from ....core.base.errors import ConfigError, StrategyError, one_of, suggest, unchecked
 from ....core.comm.agreement import gather_differing
 from ....core.model.base_model import overrides, own_run_forward, takes_mode
+from ....core.torch_compat.torch_private import repeating_in
 from ....optim.wrapper import OptimWrapper
 from ...base import EvalStep, Optim, TrainStep
 from ...fsdp import choose_roots
@@ -167,7 +168,8 @@ class TensorParallel(Axis):
         except ConfigError:
             why = "there is no batch to trace the model with, strategy.plan_example"
         try:
-            but = {} if why else needs_dtensors(model, batch, self._styles, self.size)
+            with repeating_in(lambda: (nullcontext(), nullcontext())):  # a model that repeats in another way raises
+                but = {} if why else needs_dtensors(model, batch, self._styles, self.size)
         except Exception as error:  # a model raises anything
             why = f"the model could not be traced ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
         own: tuple[str, dict[str, str]] = (why, but)
