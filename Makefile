@@ -162,9 +162,9 @@ format: $(VENV)/.installed-dev
 # in 45 s; what most tests import is compiled by all cores, the rest when it is imported. Its status is
 # not looked at: some packages have files that are no Python of this version, and not all extras have all packages.
 COMPILED := torch torchvision deepspeed mmengine networkx numpy pandas peft scipy sklearn sympy torchmetrics
-$(VENV)/.installed-%: pyproject.toml | $(VENV)/pyvenv.cfg
+$(VENV)/.installed-%: pyproject.toml tests/tried.txt | $(VENV)/pyvenv.cfg
 	@echo "Installing flextrain[$*] into $(VENV); the first time this downloads torch, which takes a while"
-	@$(PIP) install --quiet --no-compile --editable '.[$*]'
+	@$(PIP) install --quiet --no-compile --constraint tests/tried.txt --editable '.[$*]'
 	@cd $(VENV)/lib/python3*/site-packages && $(abspath $(PY)) -m compileall -qq -j 0 $(COMPILED) || true
 	@# Its grammar goes to a cache that it does not write in one piece: sessions of pytest beside each other would read half of it.
 	@case $* in dev) $(PY) -c 'import yapf' 2>/dev/null || true;; esac

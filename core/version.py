@@ -10,7 +10,7 @@ from packaging.version import Version
 
 __version__ = "1.0.0"
 
-TRIED = {"torch": ("2.6", "2.15"), "deepspeed": ("0.19.8", "0.19.8"), "transformers": ("5.0", "5.23")}
+TRIED = {"torch": ("2.6", "2.15"), "deepspeed": ("0.19.8", "0.19.8"), "transformers": ("5.0", "5.24")}
 """The oldest and the newest version of each library that the tests were run with."""
 
 

@@ -45,6 +45,13 @@ def test_the_oldest_versions_are_those_of_pyproject() -> None:
             assert Version(bound.version) == Version(TRIED[found.name][0]), found.name
 
 
+def test_new_releases_fail_no_run_of_the_tests_but_their_own() -> None:
+    lines = (Path(__file__).parents[1] / "tried.txt").read_text().splitlines()
+    bounds = {(found := Requirement(line)).name: str(found.specifier) for line in lines if not line.startswith("#")}
+    newest = {name: Version(newest).release for name, (_, newest) in TRIED.items()}
+    assert bounds == {name: f"<{major}.{minor + 1}" for name, (major, minor, *_) in newest.items()}
+
+
 def test_patch_releases_and_older_versions_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("2.15.9", "2.14.0+cpu", "2.15.0.dev20270101"):
         monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__=version))  # type: ignore[arg-type]

@@ -70,7 +70,11 @@ QUICK: list[Any] = [
     ("odd", ODD, ADAMW, {}),
 ]
 GATHERED = {**SEPARATE, "head": "colwise_gather_output", "embed": "embedding_rowwise"}
-LOCAL: list[Any] = [("plain_tied", GATHERED, ADAMW, dict(tp_kind="local"))]
+LOCAL: list[Any] = [
+    ("plain_tied", GATHERED, ADAMW, dict(tp_kind="local")),
+    ("plain_tied", GATHERED, ADAMW, dict(tp_kind="local", activation_checkpointing=dict(classes=["PlainBlock"]))),
+    ("plain_tied", GATHERED, ADAMW, dict(tp_kind="local", activation_checkpointing="matmuls")),
+]
 # Masks of one device, also where each process has the probabilities of other heads, or another shard of a sequence.
 DROPPING: list[Any] = [("dropping_heads", CHUNKED, ADAMW, {})]
 # Ordinary tensors where they give the same, and DTensors elsewhere: for logits, and heads that views of fixed sizes make.
