@@ -175,8 +175,11 @@ STARTED: list[str] = []
 
 
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:
-    # Compilers and the like, which libraries ask for their version once in a while, are not what is looked for.
-    if event == "os.fork" or (event == "subprocess.Popen" and sys.executable in map(str, arguments[1])):
+    # Compilers and the like, which libraries ask for their version once in a while, are not what is looked for. Before
+    # torch 2.7, importing its compiler starts the processes that compile.
+    command = [str(part) for part in arguments[1]] if event == "subprocess.Popen" else []
+    compiles = any("/torch/_inductor/compile_worker/" in part for part in command)
+    if event == "os.fork" or (sys.executable in command and not compiles):
         STARTED.append(event)
 
 

@@ -99,7 +99,9 @@ def _of_class(path: str, kind: type, named: dict[int, str]) -> Iterator[str]:
             continue
         names = {*vars(owner), *getattr(owner, "__annotations__", {})}
         for name in names:
-            if not name.startswith("_") and not (isinstance(kind, enum.EnumMeta) and name in dir(enum.Enum)):
+            if name == "model_fields" or (isinstance(kind, enum.EnumMeta) and name in dir(enum.Enum)):
+                continue  # before pydantic 2.10, every model has its own
+            if not name.startswith("_"):
                 yield _member(f"{path}.{name}", inspect.getattr_static(kind, name, None))
 
 

@@ -349,12 +349,13 @@ def is_ordinary(tensor: Tensor) -> bool:
     return type(tensor) in ORDINARY or is_fake(tensor)
 
 
+@torch.no_grad()  # outside of it, to_local() records an autograd graph, which not every class can before torch 2.7
 def is_cut_by_rule(tensor: Tensor) -> bool:
     """Whether the tensor is a DTensor whose local tensor is what its placements say."""
     return isinstance(tensor, DTensor) and is_ordinary(tensor.to_local())
 
 
-@torch.no_grad()  # outside of it, to_local() records an autograd graph
+@torch.no_grad()  # as above
 def held_chunks(key: str, tensor: Tensor) -> dict[Offsets, Tensor]:
     """Offsets in the whole tensor to a view of this process's memory, for every chunk that it holds.
 

@@ -419,8 +419,7 @@ class _Save:
             directory.check_length(self.path / MANIFEST, manifest_of(plan.tensors, files, self._written_by, marked))
 
     def _layouts(self) -> tuple[int, int, tuple[int, bool], dict[str, Any]]:
-        with torch.no_grad():  # to_local() would record an autograd graph
-            layouts = {key: layout_of(key, tensor) for key, tensor in self._tensors.items()}
+        layouts = {key: layout_of(key, tensor) for key, tensor in self._tensors.items()}
         return get_rank(), get_world_size(), self._row.position, layouts
 
     def _copy(self) -> None:

@@ -1,6 +1,6 @@
 """Find a machine by its name, or in a file; and the nodes that a job needs of it."""
 
-from __future__ import annotations
+# No annotations as text: pydantic 2.5 reads those of a dataclass with the names of the module whose dataclass holds it.
 
 import dataclasses
 import json

@@ -7,6 +7,7 @@ Every number of bytes is of one rank and one update, if nothing else is said. Th
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -490,12 +491,8 @@ def read_plan(given: str | Path | Mapping[str, Any], key: str = "plan") -> Train
     where = f"{key}: {given}" if isinstance(given, (str, Path)) else key
     adapter = pydantic.TypeAdapter(TrainingPlan)
     try:
-        if isinstance(given, Mapping):
-            found = adapter.validate_python(given)
-        else:
-            found = adapter.validate_json(Path(given).read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{where}: cannot be read, {error.strerror}") from None
+        # Not validate_json: that of pydantic 2.5 takes no key for one of Kind.
+        found = adapter.validate_python(given if isinstance(given, Mapping) else _values_in(Path(given), where))
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
@@ -503,3 +500,12 @@ def read_plan(given: str | Path | Mapping[str, Any], key: str = "plan") -> Train
     if found.schema != SCHEMA:
         raise ConfigError(f"{where}: has version {found.schema}, this flextrain reads {SCHEMA}; plan again")
     return found
+
+
+def _values_in(path: Path, where: str) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read, {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: is no plan, Invalid JSON: {error}") from None

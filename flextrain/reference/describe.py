@@ -107,7 +107,7 @@ def _text(annotation: Any) -> str:
         return f"{origin.__name__}[{', '.join(parts)}]"
     if origin is dict or annotation is dict:
         return "dict"
-    if inspect.isclass(annotation):
+    if inspect.isclass(annotation) and origin is None:  # list[int] is a class too on Python 3.10
         is_model = issubclass(annotation, pydantic.BaseModel)
         return "dict" if is_model else annotation.__name__
     return str(annotation).replace("typing.", "")

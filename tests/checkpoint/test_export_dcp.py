@@ -168,7 +168,7 @@ def continued(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, 
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
     }
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
     return optimizer

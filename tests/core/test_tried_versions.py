@@ -32,7 +32,7 @@ class Mean(nn.Linear):
         return {"loss": super().forward(x).mean()}
 
 
-NEWER = "torch {} is newer than the versions that flextrain was tried with (2.6 to 2.7)"
+NEWER = "torch {} is newer than the versions that flextrain was tried with (2.4 to 2.5)"
 
 
 def test_the_oldest_versions_are_those_of_pyproject() -> None:
@@ -59,7 +59,7 @@ def test_patch_releases_and_older_versions_are_not_told(monkeypatch: pytest.Monk
 
 
 def test_a_newer_version_is_told_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(TRIED, "torch", ("2.6", "2.7"))
+    monkeypatch.setitem(TRIED, "torch", ("2.4", "2.5"))
     samples = [{"x": torch.ones(2)} for _ in range(4)]
     runner = FlexibleRunner(
         Mean, str(tmp_path), train_dataloader=samples, train_cfg=dict(max_iters=2),
@@ -83,5 +83,5 @@ def test_an_error_in_a_private_part_names_the_versions(monkeypatch: pytest.Monke
         return advice_on(Failure(None, caught.value, Origin([]), "AttributeError", str(caught.value)))  # type: ignore[arg-type]
 
     assert advice() is None
-    monkeypatch.setitem(TRIED, "torch", ("2.6", "2.7"))
+    monkeypatch.setitem(TRIED, "torch", ("2.4", "2.5"))
     assert advice() == f"{NEWER.format(torch.__version__)}: install one of these"

@@ -140,7 +140,8 @@ class Interpreter:
 
 
 def _interpret(connection: Connection) -> None:
-    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    module: Any = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
     while True:
         try:
             block: Block = pickle.loads(connection.recv_bytes())
@@ -148,6 +149,8 @@ def _interpret(connection: Connection) -> None:
             return
         raised, text = "", ""
         try:
+            # As a script has one; transformers 5.0 reads it where a class of __main__ was derived from one of its models.
+            module.__file__ = str(ROOT / block.page)
             before = dict(module.__dict__)
             _execute(block, module.__dict__)
             check_keywords(block, before, module.__dict__)

@@ -112,6 +112,8 @@ ADAPTED: dict[str, dict[str, Any]] = {
 def test_what_is_merged_computes_what_the_run_computed(
     tmp_path: Path, folder: Path, name: str, leaves_out: bool
 ) -> None:
+    if name.endswith(", tied"):
+        pytest.importorskip("peft", minversion="0.19")  # earlier ones tie copies only, and none of transformers 5
     runner = runner_of(
         tmp_path / "run",
         dict(type=CAUSAL, pretrained=str(folder)),

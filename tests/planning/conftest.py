@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
+from packaging.version import Version
 
+from flextrain.plan.rehearsing_private import CHECKED
 from flextrain.testing import WorkerGroup
 
 from ..conftest import IMPORTS
+
+# For tests that plan, beside those of what was planned before.
+PLANS = pytest.mark.skipif(
+    "{0.major}.{0.minor}".format(Version(torch.__version__)) not in CHECKED,
+    reason=f"plans are made with torch {', '.join(CHECKED)} only",
+)
 
 
 @pytest.fixture(scope="session")

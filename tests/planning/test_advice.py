@@ -8,6 +8,7 @@ from flextrain.plan import per_strategy as advice
 from flextrain.plan.per_strategy import advise, plan, plan_strategy, possible_changes
 from flextrain.plan.plan import Moment, PlannedJob, RankPlan, Recipe, StrategyPlan, Traffic, Work, as_arguments
 
+from .conftest import PLANS
 from .real_runs import SCRIPT
 
 FSDP = ["activation_checkpointing", "mixed_precision", "reshard_after_forward", "wrap"]
@@ -235,6 +236,7 @@ FlexibleRunner(
 """
 
 
+@PLANS
 @pytest.mark.processes
 def test_logits_by_chunks_are_proposed_once(tmp_path):
     pytest.importorskip("transformers", reason="needs pip install flextrain[hf]")

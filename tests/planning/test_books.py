@@ -8,6 +8,7 @@ import torch
 from flextrain.plan.ledger import EXECUTED, Books, are_alike, reckoned
 from flextrain.plan.plan import Moment
 
+from .conftest import PLANS
 from .real_runs import planned, planned_whole
 from .test_refusals import AMP, FSDP, MESH
 
@@ -42,6 +43,7 @@ def check(workers, strategy, model, changes=None):
         assert mine == all_executed
 
 
+@PLANS
 @pytest.mark.parametrize(
     "strategy", ["ddp", pytest.param({**FSDP, "wrap": ["Sequential"]}, marks=pytest.mark.full)], ids=["ddp", "fsdp"]
 )
@@ -70,12 +72,14 @@ ALL = {
 }
 
 
+@PLANS
 @pytest.mark.full
 @pytest.mark.parametrize("name", ALL)
 def test_an_update_of_many_micro_batches_of_every_strategy(workers1, name):
     check(workers1, *ALL[name])
 
 
+@PLANS
 @pytest.mark.full
 def test_micro_batches_of_a_pipeline_are_executed(workers1):
     changes = {"optim_wrapper.accumulative_counts": COUNT}

@@ -16,6 +16,7 @@ from flextrain.plan.per_strategy import size_in_bytes
 from flextrain.plan.plan import read_plan
 
 from ..waiting import wait_until
+from .conftest import PLANS
 from .real_runs import SCRIPT
 
 
@@ -56,6 +57,7 @@ class MembersMesh(MeshStrategy):
 """
 
 
+@PLANS
 @pytest.mark.processes
 def test_an_axis_that_the_script_registers(capsys, tmp_path):
     script = tmp_path / "script.py"

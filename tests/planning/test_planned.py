@@ -5,8 +5,11 @@ import torch
 
 from flextrain.plan.update import samples_in
 
+from .conftest import PLANS
 from .real_runs import planned, refusal, waiting
 from .test_refusals import AMP, FSDP, MESH
+
+pytestmark = PLANS
 
 
 def test_a_plan_found_by_tracing_divides_the_matrices(workers1):

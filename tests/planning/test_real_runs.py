@@ -4,9 +4,11 @@ import pytest
 
 from .accuracy import GRID, LIMIT, LIMITS, MODELS, changes_for, run
 from .allocator import COMPILER
+from .conftest import PLANS
 from .real_runs import both, counted_by_torch, kept, sent
 from .zoo import LENGTH
 
+pytestmark = PLANS
 DAILY = "ddp", "all on the host"
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from .conftest import PLANS
 from .real_runs import refusal, refusal_of_script
 
 MESH, FSDP, ZERO = ({"type": f"{name}Strategy"} for name in ("Mesh", "FSDP", "DeepSpeed"))
@@ -117,6 +118,7 @@ def check(found, says):
     assert "\n" not in found
 
 
+@PLANS
 @pytest.mark.parametrize("name", ROWS)
 def test_a_wrong_configuration_is_one_line(workers1, name):
     model, strategy, changes, says = ROWS[name]
@@ -151,6 +153,7 @@ FlexibleRunner(
 """
 
 
+@PLANS
 @pytest.mark.parametrize(
     ("arguments", "begins", "ends"),
     [

@@ -15,6 +15,8 @@ from flextrain.strategies.base import Strategy
 from flextrain.strategies.config import Needs
 from flextrain.strategies.parts import rehearsed
 
+from .conftest import PLANS
+
 
 def test_a_version_of_torch_that_was_not_checked_is_one_line(monkeypatch):
     monkeypatch.setattr(rehearsing, "CHECKED", ("1.0", "1.1"))
@@ -24,6 +26,7 @@ def test_a_version_of_torch_that_was_not_checked_is_one_line(monkeypatch):
     assert not torch.distributed.is_initialized()
 
 
+@PLANS
 def test_all_other_processes_have_what_this_one_has():
     with rehearsing.rehearsal(1, 4) as found, found.without_values():
         assert (all_gather_object("a"), gather_differing([1])) == (["a"] * 4, [[1]] * 4)

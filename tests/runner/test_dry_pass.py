@@ -638,8 +638,8 @@ def test_a_process_that_the_others_wait_for_in_a_collective_says_its_own_error(
         workers2.run(end_without_rank_0, str(tmp_path), strategy, **changes)
     assert not caught.value.timed_out
     lines = lines_of(tmp_path)
-    (own,) = (line for line in lines if " - ERROR - rank 1 - Failed " in line)
-    assert where in own
+    own = "".join(line for line in lines if " - ERROR - rank 1 - Failed " in line)
+    assert where in own, caught.value
     assert "KeyError: 'scores'" in own
     (other,) = (line for line in lines if " - ERROR - Failed because rank 1 failed: KeyError: 'scores'" in line)
     assert "noticed on rank 0 after epoch 0, iteration 0" in other
