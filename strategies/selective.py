@@ -64,7 +64,7 @@ def contexts_for(
     """
     keeps = _KEEPS[policy] if isinstance(policy, str) else policy
     # torch.compile takes a partial of functions, and nothing with a state.
-    return functools.partial(_contexts, functools.cache(functools.partial(_may_keep, keeps)), pack)
+    return functools.partial(_contexts, functools.partial(_may_keep, keeps), pack)
 
 
 def _may_keep(keeps: Callable[[Any], bool], operation: Any) -> bool:
@@ -92,7 +92,7 @@ def _contexts(may_keep: Callable[[Any], bool], pack: Callable[[Tensor], Any] | N
     if torch.compiler.is_compiling() or get_proxy_mode() is not None:
         compiled: tuple[Any, Any] = create_selective_checkpoint_contexts(functools.partial(_policy, may_keep))  # type: ignore[no-untyped-call]
         return compiled
-    results = _Results(may_keep, pack)
+    results = _Results(functools.cache(may_keep), pack)
     forward, repetition = _Keeping(results), _Repeating(results)
     others = contexts_of_repetition()
     return (forward, repetition) if others is None else (Both(others[0], forward), Both(others[1], repetition))

@@ -322,7 +322,7 @@ def missing_meanings(target: Any) -> Mapping[str, str]:
 
 def unmarked(text: str) -> str:
     """The text without the marks of a documentation system, and without a default, which the signature has."""
-    text = re.sub(r"`([^`]+)`__?", r"\1", text)
+    text = re.sub(r"`([^`]+)`__?", r"\1", re.sub(r"\s*\.\. \w+::.*", "", text))
     text = _LINK.sub(r"\1", _ROLE.sub(lambda found: found[1].rpartition(".")[2], text))
     text = re.sub(r"\*\*(.+?)\*\*", r"\1", text.replace("``", "`").replace(r"\beta", "beta"))
     return _DEFAULT.sub("", text).strip()

@@ -174,7 +174,9 @@ def of_pipeline() -> dict[str, Any]:
     for change in (clamp, hook_module_later):
         with alone():
             expected = outcome(SINGLE, change, torch.float64)
-        found[change.__name__] = outcome(dict(type="MeshStrategy", pp=2), change, torch.float64)[0], expected[0]
+        own = outcome(dict(type="MeshStrategy", pp=2), change, torch.float64)
+        assert not isinstance(own, str), own
+        found[change.__name__] = own[0], expected[0]
     return found
 
 
@@ -307,6 +309,7 @@ ZEROS_OR_FEWER = [
 def test_processes_may_use_other_hooked_parameters(workers2: WorkerGroup, spec: dict[str, Any], made: Any) -> None:
     is_zero = spec["type"] == "DeepSpeedStrategy"
     for expected, found in workers2.run(routed, spec, made, torch.float32 if is_zero else torch.float64):
+        assert not isinstance(found, str), found
         tolerance = 1e-5 if is_zero else 1e-12
         same_numbers(found[0], expected[0], "losses", tolerance)
         same_tensors({name: value.double() for name, value in found[1].items()}, expected[1], "weights", tolerance)

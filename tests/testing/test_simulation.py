@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -22,6 +23,12 @@ from flextrain.core.comm import agreement as matched_calls
 from flextrain.core.comm.rendezvous import PROCESS_VARIABLES, each_process_has
 from flextrain.testing import WorkerGroup
 from flextrain.testing.simulation import Simulation, SimulationError, simulate
+from flextrain.testing.simulation.group_private import CHECKED
+
+pytestmark = pytest.mark.skipif(
+    Version(torch.__version__).release[:2] != CHECKED.release[:2],
+    reason=f"ranks are simulated with torch {CHECKED} only",
+)
 
 
 def collectives() -> dict[str, Any]:
