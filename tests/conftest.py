@@ -248,6 +248,7 @@ NO_CPU_SHARDS = 'shards on accelerators only, "cpu" needs torch 2.7'
 # What is refused by design with older versions of a package: a part of the message, and a version that must not refuse it.
 REFUSED_BEFORE = (
     (NO_CPU_SHARDS, "torch", "2.7"),
+    ("with torch 2.6, stage 3 has no gradients of what is recomputed", "torch", "2.7"),
     ("needs FSDPModule.finalize_backward, which torch", "torch", "2.15"),
     ('"auto" needs transformers 5.16 or newer', "transformers", "5.16"),
 )

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from ...core.base.errors import ONLY_IN_FILE, StrategyError
 from ...core.base.registry import STRATEGIES
@@ -255,6 +256,11 @@ class DeepSpeedStrategy(Strategy):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         dtype, stage = self._request.dtype, self.config.zero_optimization.stage
+        if stage == 3 and self.config.activation_checkpointing is not None and TorchVersion(torch.__version__) < "2.7":
+            raise StrategyError(
+                "strategy.activation_checkpointing: with torch 2.6, stage 3 has no gradients of what is recomputed; choose "
+                "zero_optimization.stage=2, leave activation_checkpointing out, or install a newer torch"
+            )
         if any(parameter.is_meta for parameter in model.parameters()):
             self._split(model)
         optimizer = None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from flextrain.testing import WorkerGroup
 
+from ..conftest import NO_CPU_SHARDS
 from .faults import FAULTS
 from .layers import KINDS
 from .models import case_of
@@ -28,6 +31,8 @@ def test_random_models_train_as_on_one_device(workers2: WorkerGroup, part: int) 
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_found(workers2: WorkerGroup, name: str) -> None:
     strategy = FAULTS[name][0]
+    if strategy == "fsdp" and TorchVersion(torch.__version__) < "2.7":
+        pytest.skip(f"torch {torch.__version__} {NO_CPU_SHARDS}")
     seeds = [seed for seed in range(1000) if could_show(name, seed)][:4]
     assert any(run_case(seed, strategy, workers2, name).kind == "wrong" for seed in seeds)
 
