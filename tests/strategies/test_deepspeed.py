@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from flextrain.core.base.errors import CheckpointError, ConfigError, StrategyError
 from flextrain.core.checkpoint import Checkpoint, FlatShard
@@ -410,6 +411,9 @@ def built_and_initialised() -> dict[str, Any]:
 
 
 @pytest.mark.distributed
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.7", reason="torch 2.6 assigns a number by a tensor on the meta device"
+)
 def test_a_constructor_may_set_values_of_layers_that_are_split(workers2: WorkerGroup) -> None:
     torch.manual_seed(5)
     reference = InitialisesItsParts().state_dict()
