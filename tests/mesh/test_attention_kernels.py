@@ -360,6 +360,7 @@ def operations(kind: str) -> tuple[int, int]:
     return len(first.names), len(second.names)
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_operations_of_a_layer(workers2: WorkerGroup) -> None:
     """On an accelerator each costs the host microseconds: 4,096 positions over two processes."""

@@ -237,6 +237,7 @@ FlexibleRunner(
 
 
 @PLANS
+@pytest.mark.full
 @pytest.mark.processes
 def test_logits_by_chunks_are_proposed_once(tmp_path):
     pytest.importorskip("transformers", reason="needs pip install flextrain[hf]")
