@@ -259,9 +259,23 @@ class Penalised(Plain):
         return {**super().forward(input_ids, labels), "hidden": block.up(self.embed(input_ids))}  # type: ignore[dict-item]
 
 
+class Checking(Plain):
+    """Looks at a width when everything is computed."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        widths: list[int] = []
+        block: Any = self.layers[0]
+        with block.up.register_forward_hook(lambda _, __, output: widths.append(output.shape[-1])):
+            loss = super().forward(input_ids, labels)
+        if widths != [block.up.out_features]:
+            raise RuntimeError(f"{widths} features")
+        return loss
+
+
 own.MODELS.update(
-    of_heads=partial(Plain, OfHeads), scaling=partial(Plain, Scaling), gated=partial(Plain, Gated), penalised=Penalised
-)
+    of_heads=partial(Plain, OfHeads), scaling=partial(Plain, Scaling), gated=partial(Plain, Gated),
+    penalised=Penalised, checking=Checking,
+)  # fmt: skip
 QKV = "layers.*.[qkv]"
 
 
@@ -281,6 +295,7 @@ QKV = "layers.*.[qkv]"
         ("scaling", SEPARATE, {"layers.*.up": "div has a size of its own"}),
         ("of_heads", SEPARATE, {QKV: "arange makes values for all of its features"}),
         ("penalised", SEPARATE, {"layers.*.up": "they are returned"}),
+        ("checking", SEPARATE, dict.fromkeys((QKV, "layers.*.up"), "it is called in another way")),
         ("dropping_heads", CHUNKED, {
             "layers.*.qkv": "an operation takes all of its features",
             "layers.*.mlp.0": "the masks of dropout are those of one device",

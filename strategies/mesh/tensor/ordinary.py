@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -241,17 +241,17 @@ def _misfit(
     model: nn.Module, batch: Any, widths: _Widths, seen: _Followed, axes: Mapping[int, str]
 ) -> tuple[str, str] | None:
     """Return a module after which an operation makes another shape than a process's part has, and why."""
+    ended = False
     with without_memory(model, batch) as (_, run):
         mode = _Shapes(seen, axes, widths.tp)
-        try:
-            with widths.around(model, mode), mode:
-                run()
-        except Exception:  # shapes that do not fit raise anything
-            pass
+        with suppress(Exception), widths.around(model, mode), mode:  # shapes that do not fit raise anything
+            run()
+            ended = True
     for event in seen.events[mode.count :]:  # or a later one, which shows whose features it has spoilt
         for axis in _axes_in(seen, (*event.outputs, *event.inputs), axes):
             return axes[id(axis)], f"{event.name} has a size of its own"
-    return None if mode.count == len(seen.events) else (next(iter(axes.values())), "it is called in another way")
+    same = ended and mode.count == len(seen.events)
+    return None if same else (next(iter(axes.values())), "it is called in another way")
 
 
 def _tensors(values: Any) -> list[Tensor]:
