@@ -26,7 +26,7 @@ from ..core.torch_compat.dtensor_private import (
     is_gathered,
     pass_by,
 )
-from ..core.torch_compat.torch_private import after_backward, with_values
+from ..core.torch_compat.torch_private import after_backward, apart, with_values
 
 
 @dataclass
@@ -217,7 +217,8 @@ class GatheringOrder:
         return [other[6:] for other in found]
 
     def _exchange(self, message: Sequence[int]) -> list[list[int]]:
-        return dist.all_gather_small(message, self._group)
+        with apart():  # in a forward that backward repeats without it
+            return dist.all_gather_small(message, self._group)
 
     def _departure(self, rank: int, own: int, others: int) -> StrategyError:
         """The error where a process has come to another unit, or the end, than others."""

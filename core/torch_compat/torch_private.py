@@ -120,6 +120,8 @@ def is_mutable(operation: Any) -> bool:
 
 def is_functional(operation: Any) -> bool:
     """Whether an operation makes new tensors: it changes no argument, and no result is a view of one. 2.6, 2.15."""
+    if getattr(operation, "namespace", "") == "c10d":  # messages, whatever their schemas say
+        return False
     schema = getattr(operation, "_schema", None)  # a higher-order operator has none, and is functional
     return schema is None or not (schema.is_mutable or any(result.alias_info is not None for result in schema.returns))
 

@@ -7,7 +7,8 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ...core.base.errors import ConfigError, StrategyError, suggest
 from ...core.hugging_face.transformers_private import expert_rules
 from ...core.torch_compat.dtensor_private import using_in_place
-from ...core.torch_compat.torch_private import has_values, with_values
+from ...core.torch_compat.torch_private import apart, has_values, repeating_in, with_values
 from ...optim.wrapper import OptimWrapper
 from ..base import EvalStep, Optim, TrainStep
 from ..sharding import check_divided
@@ -263,6 +264,66 @@ _SEPARATE = 0.05
 """Relative difference, by magnitude, below which two ways to compute a tiny sum count as equal in every dtype."""
 
 
+@dataclass(frozen=True)
+class _Routes:
+    """Where the tokens of one call go: ``order`` sorts the choices of experts, by expert and hence by process.
+
+    ``theirs`` counts the choices that each process sends to each expert of this one. ``sent`` and ``received`` are numbers of rows
+    by process.
+    """
+
+    order: Tensor
+    theirs: Tensor
+    sent: list[int]
+    received: list[int]
+
+
+class Repetitions:
+    """Hands the routes that forward took to its repetition in backward, which then asks nobody and waits for nothing.
+
+    The routes are those of forward too where a router that is computed again rounds differently.
+    """
+
+    def __init__(self) -> None:
+        self.running: _Repeatable | None = None
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the contexts of a forward that backward repeats, and of its repetition."""
+        taken: list[_Routes] = []
+        return _Repeatable(self, taken, repeats=False), _Repeatable(self, taken, repeats=True)
+
+    def routes(self, find: Callable[[], _Routes]) -> _Routes:
+        """Return what ``find`` finds in forward, and the same in its repetition."""
+        if self.running is None:
+            return find()
+        return self.running.routes(find)
+
+
+class _Repeatable(AbstractContextManager[None]):
+    def __init__(self, owner: Repetitions, taken: list[_Routes], *, repeats: bool) -> None:
+        self._owner, self._taken, self._repeats = owner, taken, repeats
+
+    def __enter__(self) -> None:
+        self._before, self._owner.running = self._owner.running, self
+        self._calls = iter([*self._taken])
+
+    def __exit__(self, *_: object) -> None:
+        self._owner.running = self._before
+
+    def routes(self, find: Callable[[], _Routes]) -> _Routes:
+        if self._repeats:
+            taken = next(self._calls, None)
+            if taken is None:
+                raise StrategyError(
+                    "strategy.activation_checkpointing: backward repeats forward with a mixture that forward did not compute; what is "
+                    "recomputed has to do the same each time"
+                )
+            return taken
+        with apart():  # operations that the repetition leaves out are none whose results a policy keeps
+            self._taken.append(find())
+        return self._taken[-1]
+
+
 class Dispatch:
     """Takes the place of ``module.forward``: every (token, expert) pair is computed by the process that has the expert.
 
@@ -274,6 +335,7 @@ class Dispatch:
         mesh: the processes over which they are divided, of one dimension.
         sharing: the processes that have the same tokens, each of which sends some; None: every process has its own.
         scale: factor of the gradients of the experts, for an average over all processes by one over fewer.
+        repetitions: of the model's forwards in backward.
         forward: the module's own forward.
 
     Source: Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", 2020.
@@ -286,9 +348,11 @@ class Dispatch:
         mesh: DeviceMesh,
         sharing: DeviceMesh | None,
         scale: float,
+        repetitions: Repetitions,
         forward: Callable[..., Tensor],
     ) -> None:
         self._name, self._module, self._forward = name, module, forward
+        self._repetitions = repetitions
         self._signature = inspect.signature(forward)
         self._mesh, self._sharing, self._scale = mesh, sharing, scale
         self._everyones = int(module.num_experts)  # type: ignore[arg-type]
@@ -308,7 +372,8 @@ class Dispatch:
     def _called(self, *given: Tensor) -> Tensor:
         tokens, ids, weights = (self._rows_to_send(tensor) for tensor in given)
         if not self._is_tried and len(tokens) and has_values(tokens):
-            self._check_sum(tokens, weights)
+            with apart():  # backward, which repeats forward, does not check again
+                self._check_sum(tokens, weights)
         output = self._send_and_compute(tokens, ids, weights)
         return self._whole(output, given[0])
 
@@ -342,22 +407,13 @@ class Dispatch:
 
     def _send_and_compute(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         count, choices = ids.shape
-        flat = ids.reshape(-1)
-        order = torch.argsort(flat, stable=True)  # by expert, hence by process
-        numbers = flat.new_zeros(self._everyones).scatter_add_(0, flat, torch.ones_like(flat))
-        theirs = torch.empty_like(numbers)
-        dist.all_to_all_single(theirs, numbers, group=self._mesh.get_group())
-        if not has_values(numbers):  # all experts get equally many, from each process
-            sent = received = _even(len(flat), self._mesh.size())
-        else:
-            by_process = torch.stack([numbers, theirs]).view(2, -1, self._own)
-            sent, received = by_process.sum(2).tolist()  # the one wait of the host: sizes of messages
-
+        routes = self._repetitions.routes(lambda: self._routes(ids.reshape(-1)))
+        order, sent, received = routes.order, routes.sent, routes.received
         rows = self._exchange(tokens[order // choices], received, sent)
         factors = self._exchange(weights.reshape(-1, 1)[order], received, sent)
         # In groups by the process that sent them, and in each by expert.
         own_ids = torch.arange(self._own, device=ids.device, dtype=ids.dtype).repeat(self._mesh.size())
-        experts = own_ids.repeat_interleave(theirs, output_size=sum(received)).unsqueeze(1)
+        experts = own_ids.repeat_interleave(routes.theirs, output_size=sum(received)).unsqueeze(1)
         if not sum(received):  # a row of zeros: backward and FSDP's reductions run on every process
             rows, factors = rows.sum(0, keepdim=True), factors.sum(0, keepdim=True)
             experts = experts.new_zeros((1, 1))
@@ -365,6 +421,18 @@ class Dispatch:
             output = self._forward(rows, experts, factors)
         back = self._exchange(output[: sum(received)], sent, received)
         return back[torch.argsort(order)].view(count, choices, -1).sum(1)
+
+    def _routes(self, ids: Tensor) -> _Routes:
+        order = torch.argsort(ids, stable=True)
+        numbers = ids.new_zeros(self._everyones).scatter_add_(0, ids, torch.ones_like(ids))
+        theirs = torch.empty_like(numbers)
+        dist.all_to_all_single(theirs, numbers, group=self._mesh.get_group())
+        if not has_values(numbers):  # all experts get equally many, from each process
+            sent = received = _even(len(ids), self._mesh.size())
+        else:
+            by_process = torch.stack([numbers, theirs]).view(2, -1, self._own)
+            sent, received = by_process.sum(2).tolist()  # the one wait of the host: sizes of messages
+        return _Routes(order, theirs, sent, received)
 
     def _exchange(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
         return cast(Tensor, _Exchange.apply(rows, received, sent, self._mesh.get_group()))
@@ -467,14 +535,16 @@ class ExpertParallel(Axis):
         check_torch(self.name)
         shared = [axis for axis in self.layout.sharing if self.layout.sizes[axis] > 1]
         sharing = self.layout.over(*shared) if shared else None
-        scale = self._scale()
+        scale, self._repetitions = self._scale(), Repetitions()
         there = set(model.modules())  # not what is on another stage of a pipeline
         self._stacks = {name: module for name, module in self._found.items() if module in there}
         for name, module in self._stacks.items():
             for key, parameter in [*module.named_parameters(recurse=False)]:
                 own = distribute_tensor(parameter.detach(), self.mesh, (Shard(0),), src_data_rank=None)
                 setattr(module, key, nn.Parameter(own, requires_grad=parameter.requires_grad))
-            replace_forward(module, functools.partial(Dispatch, name, module, self.mesh, sharing, scale))
+            replace_forward(
+                module, functools.partial(Dispatch, name, module, self.mesh, sharing, scale, self._repetitions)
+            )
         return model
 
     def _scale(self) -> float:
@@ -487,7 +557,8 @@ class ExpertParallel(Axis):
 
     def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
         """See Axis."""
-        with self._balance.used():
+        is_recomputed = self.config.activation_checkpointing is not None
+        with self._balance.used(), repeating_in(self._repetitions.contexts) if is_recomputed else nullcontext():
             return inner(window, step)
 
     def evaluate(self, batch: Any, step: EvalStep, inner: Evaluate) -> Any:

@@ -58,6 +58,41 @@ def test_parity(
     assert sum(traces[0].losses[-5:]) < sum(traces[0].losses[:5])
 
 
+def routed(plan: Any, model: str, how: Any) -> int:
+    """In a worker: how often the host waits for routes in four updates, which are those of one device."""
+    found, calls = Dispatch._routes, 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return found(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Dispatch, "_routes", counted)
+        spec = dict(MESH, ep=2, plan=plan, activation_checkpointing=how)
+        compare(spec, model, RECIPES["accumulate-clip"], updates=4)
+    return calls
+
+
+def keeps_sorts(operation: Any) -> bool:
+    return "sort" in operation.name() or "mm" in operation.name()
+
+
+RECOMPUTED: list[Any] = [
+    pytest.param(EXPERTS, "mixture", dict(every=1), id="mixture"),
+    pytest.param(EXPERTS, "mixture", dict(policy=keeps_sorts), id="mixture-kept"),
+    pytest.param("auto", "mixtral", dict(policy="matmuls"), id="mixtral-matmuls", marks=FULL),
+    pytest.param("auto", "mixtral", dict(offload=True), id="mixtral-offloaded", marks=FULL),
+    pytest.param("auto", "mixtral", "model", id="mixtral-own_switch", marks=FULL),
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("plan, model, how", RECOMPUTED)
+def test_repetitions_have_the_routes_of_forward(workers2: WorkerGroup, plan: Any, model: str, how: Any) -> None:
+    assert workers2.run(routed, plan, model, how) == workers2.run(routed, plan, model, None)
+
+
 @pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.parametrize("model", ["mixture", "mixtral", "qwen3_moe"])
