@@ -149,8 +149,9 @@ def _interpret(connection: Connection) -> None:
             return
         raised, text = "", ""
         try:
-            # As a script has one; transformers 5.0 reads it where a class of __main__ was derived from one of its models.
-            module.__file__ = str(ROOT / block.page)
+            # As a script has one, but without code: processes that are spawned run it again, and transformers 5.0 reads it where a
+            # class of __main__ was derived from one of its models.
+            module.__file__ = os.devnull
             before = dict(module.__dict__)
             _execute(block, module.__dict__)
             check_keywords(block, before, module.__dict__)

@@ -238,10 +238,9 @@ def check_styles(model: nn.Module, styles: Mapping[str, Style], size: int) -> No
 def check_float8(model: nn.Module, size: int) -> None:
     """Raise StrategyError if a part of a matrix, of a divided model, has widths that float8 kernels do not multiply."""
     for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if not computes_in_float8(module) or not isinstance(weight, DTensor):
+        if not computes_in_float8(module) or not isinstance(module.weight, DTensor):
             continue
-        outputs, inputs = local_tensor(weight).shape
+        outputs, inputs = local_tensor(module.weight).shape
         if outputs % FLOAT8_WIDTHS or inputs % FLOAT8_WIDTHS:
             raise StrategyError(
                 f"strategy.tp: {size} processes leave model.{name} {inputs} inputs and {outputs} outputs on one, float8 needs multiples "
