@@ -21,7 +21,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 class Watch(Hook):
-    """The losses of all updates, and the metrics of all validations; ends training after the update ``stop``."""
+    """The losses of all updates, and the metrics of all validations; ends training after the update ``stop``.
+
+    With the usual eps of 1e-8, AdamW makes a full step of a gradient that is rounding, and processors round differently.
+    """
 
     priority = "LOWEST"
 
@@ -29,6 +32,11 @@ class Watch(Hook):
         self.stop = stop
         self.losses: list[Tensor] = []
         self.metrics: list[dict[str, Any]] = []
+
+    def before_train(self, runner: Any) -> None:
+        for group in runner.optim_wrapper.param_groups:
+            if "eps" in group:
+                group["eps"] = 1e-5
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Mapping[str, Any] | None = None
