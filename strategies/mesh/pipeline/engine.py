@@ -318,7 +318,7 @@ class Engine:
         self._last_process = self._process_of[-1]
         self._order = lru_cache(maxsize=64)(self._make_order)
         self._evaluation = self._evaluation_route()
-        self._root: FSDPModule | None = None
+        self._root: Any = None  # the FSDPModule; some of its methods are those of torch 2.15
         self._reduces_always = reduces_always
         self._tensor_mesh = tensor_mesh
         self._names: dict[Hashable, tuple[list[str], torch.dtype]] = {}  # by the structure of batches
@@ -336,7 +336,7 @@ class Engine:
         model.register_forward_hook(self._run.leave)
         self._model = model
         if isinstance(model, FSDPModule):
-            self._root = cast(FSDPModule, model)
+            self._root = model
             if self._splits:
                 # Gradients of weights are computed after FSDP has seen the end of backward, from gathered parameters.
                 self._root.set_manual_backward_finalization(True)
