@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from ..base.errors import StrategyError
 from ..random.generators import load_rng_state, rng_state
-from ..torch_compat.torch_private import wrapper_subclass
+from ..torch_compat.torch_private import version_of, wrapper_subclass
 
 logger = logging.getLogger("flextrain")
 Rows = Callable[[Tensor], Tensor]
@@ -43,6 +43,7 @@ class OutputHead:
         forward: of the layer, without its hooks: hidden states of shape (rows, features) to logits of shape (rows, words).
         chunk: rows that are computed at a time.
         steps: what is done with the logits afterwards.
+        operands: tensors that the steps use, which must not change before backward.
         uses: how many rows were computed at each use; of all logits that were made of the same.
         weights: the parameters when the layer was called.
         is_detached: whether no gradient goes through it.
@@ -52,6 +53,7 @@ class OutputHead:
     forward: Rows
     chunk: int
     steps: tuple[Rows, ...] = ()
+    operands: tuple[Tensor, ...] = ()
     uses: list[int] = field(default_factory=list)
     weights: tuple[Tensor, ...] = ()
     is_detached: bool = False
@@ -84,6 +86,7 @@ class Logits(Tensor):
 
     _head: OutputHead
     _hidden: Tensor
+    _versions: list[int]
     _sample: Tensor
     _moved: bool
     _whole: Tensor | None
@@ -107,6 +110,7 @@ class Logits(Tensor):
             shape.insert(1, shape.pop())
         made: Logits = wrapper_subclass(Logits, shape, sample)
         made._head, made._hidden, made._sample, made._moved = head, hidden, sample, moved
+        made._versions = made._count_changes()
         made._whole, made._has_views = None, False
         if (
             torch.is_grad_enabled()
@@ -129,32 +133,40 @@ class Logits(Tensor):
     def whole(self) -> Tensor:
         """Return all logits as an ordinary tensor, which is made once."""
         if self._whole is None:
-            self._head.check()
+            self._check_current()
             with torch.no_grad() if self._head.is_detached else nullcontext():
                 found = self._head(self._hidden)
             self._whole = found.movedim(-1, 1) if self._moved else found
         return self._whole
 
-    def with_step(self, step: Rows) -> Logits:
-        """Return the logits after an operation on each row."""
-        head = replace(self._head, steps=(*self._head.steps, step), is_detached=self._is_detached)
+    def with_step(self, step: Rows, operands: Sequence[Tensor] = ()) -> Logits:
+        """Return the logits after an operation on each row, and on the operands."""
+        self._check_current()
+        head = replace(
+            self._head,
+            steps=(*self._head.steps, step),
+            operands=(*self._head.operands, *operands),
+            is_detached=self._is_detached,
+        )
         with torch.no_grad():
             sample = step(self._sample)
         return Logits.of(head, self._hidden, sample, moved=self._moved)
 
     def with_hidden(self, hidden: Tensor, *, moved: bool = False) -> Logits:
         """Return logits of other hidden states: of some of the rows, or of all in another order."""
+        self._check_current()
         self._has_views = True
         found = Logits.of(replace(self._head, is_detached=self._is_detached), hidden, self._sample, moved=moved)
         found._has_views = True
         return found
 
-    def rows(self, of: RowsOf, dtype: torch.dtype | None = None) -> Tensor:
+    def rows(self, of: RowsOf, dtype: torch.dtype | None = None, operands: Sequence[Tensor] = ()) -> Tensor:
         """Compute a value, or several, for each row; by rows, so that at most ``head.chunk`` of them have logits at a time.
 
         Args:
             of: computes them.
             dtype: of the logits that it gets; default: theirs.
+            operands: tensors that ``of`` uses; backward raises torch's RuntimeError if one was changed in place.
 
         Returns:
             Of shape (..., values per row), as the hidden states have rows.
@@ -162,10 +174,11 @@ class Logits(Tensor):
         head = self._head if dtype in (None, self.dtype) else replace(self._head, steps=(*self._head.steps, _to(dtype)))
         hidden = self._hidden.reshape(-1, self._hidden.shape[-1])
         names = [name for name, _ in head.layer.named_parameters()]
-        head.check()
+        self._check_current()
         head.uses.append(len(hidden))
         with torch.no_grad() if head.is_detached else nullcontext():
-            found = cast(Tensor, _ByRows.apply(_Work(head, of, names), hidden, *head.layer.parameters()))
+            work = _Work(head, of, names, (*head.operands, *operands))
+            found = cast(Tensor, _ByRows.apply(work, hidden, *head.layer.parameters()))
         return found.reshape(*self._hidden.shape[:-1], *found.shape[1:])
 
     @classmethod
@@ -190,6 +203,19 @@ class Logits(Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Compute with whole logits; only what does not ask ``__torch_function__`` comes here."""
         return function(*_made_whole(args, str(function)), **_made_whole(kwargs or {}, str(function)))
+
+    def _count_changes(self) -> list[int]:
+        computes = (self._hidden, *self._head.operands, *self._head.weights)
+        return [0 if each.is_inference() else version_of(each) for each in computes]
+
+    def _check_current(self) -> None:
+        """Raise StrategyError if the logits would not be what they were when the head was called."""
+        self._head.check()
+        if self._count_changes() != self._versions:
+            raise StrategyError(
+                "ChunkedLoss: the hidden states, the head's weights or another operand of the logits were changed in place before the "
+                "loss; change a copy, or leave the transform out"
+            )
 
     def _check(self, name: str) -> None:
         if self.grad_fn is not None:
@@ -274,6 +300,7 @@ class _Work:
     head: OutputHead
     of: RowsOf
     names: Sequence[str]
+    operands: Sequence[Tensor]
 
     def __post_init__(self) -> None:
         self._body = _Body(self.head)
@@ -303,16 +330,17 @@ class _ByRows(torch.autograd.Function):
         # Dropout of an adapter in the head; a matrix alone draws nothing.
         draws = type(work.head.layer).forward is not nn.Linear.forward
         ctx.drawn = rng_state(hidden.device) if draws else None
-        ctx.save_for_backward(hidden, *parameters)
+        ctx.save_for_backward(hidden, *parameters, *work.operands)  # these too, because torch then notices a change
         return torch.cat(
             [work.compute(rows, parameters, i) for i, rows in enumerate(torch.split(hidden, work.head.chunk))]
         )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (gradient,), (hidden, *parameters) = gradients, ctx.saved_tensors
         kind, dtype, enabled = ctx.autocast
         _, of_hidden, *wanted = ctx.needs_input_grad
+        (gradient,), (hidden, *saved) = gradients, ctx.saved_tensors
+        parameters = saved[: len(wanted)]
         found = torch.zeros_like(hidden) if of_hidden else None
         sums = [
             torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) if wants else None
@@ -371,7 +399,7 @@ def _on_rows(logits: Logits, name: str, function: Any, args: Any, kwargs: Any) -
     flat: dict[int, Tensor] = {id(each): each.reshape(each.shape[-1:]) for each in tensors}
     args = tuple(flat.get(id(each), each) for each in args)
     kwargs = {key: flat.get(id(each), each) for key, each in kwargs.items()}
-    return logits.with_step(lambda rows: function(rows, *args, **kwargs))
+    return logits.with_step(lambda rows: function(rows, *args, **kwargs), tensors)
 
 
 def _over_words(logits: Logits, name: str, function: Any, args: Any, kwargs: Any) -> Any:
@@ -413,7 +441,7 @@ def _gathered(logits: Logits, name: str, function: Any, args: Any, kwargs: Any) 
     if logits._moved or given or dim not in (-1, logits.ndim - 1) or index.shape[:-1] != logits.shape[:-1]:
         return NotImplemented
     parts = index.reshape(-1, index.shape[-1]).split(logits._head.chunk)
-    return logits.rows(lambda rows, i: rows.gather(-1, parts[i]))
+    return logits.rows(lambda rows, i: rows.gather(-1, parts[i]), operands=parts[:1])
 
 
 def _same(logits: Logits, name: str, function: Any, args: Any, kwargs: Any) -> Any:
@@ -499,7 +527,8 @@ def _cross_entropy(logits: Logits, name: str, function: Any, args: Any, kwargs: 
     parts = flat.split(logits._head.chunk)  # a whole: under cp no process may take some positions
     if weight is not None:
         given["weight"] = weight.to(wide)
-    losses = logits.rows(lambda rows, i: function(rows, parts[i], reduction="none", **given), wide).reshape(
+    operands = [flat] if weight is None else [flat, given["weight"]]
+    losses = logits.rows(lambda rows, i: function(rows, parts[i], reduction="none", **given), wide, operands).reshape(
         target.shape
     )
     dtype = wide if torch.is_autocast_enabled(logits.device.type) else logits.dtype

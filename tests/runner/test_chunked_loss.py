@@ -242,6 +242,45 @@ def test_written_after_it_was_taken_apart() -> None:
         pair(says)[1](*data())
 
 
+CHANGED: dict[str, tuple[Callable[[Speaker, Tensor, Tensor], Any], str]] = {
+    "hidden states": (lambda model, hidden, offset: hidden.mul_(2), "hidden states"),
+    "weights": (lambda model, hidden, offset: model.head.weight.mul_(2), "weights"),
+    "an operand": (lambda model, hidden, offset: offset.add_(torch.arange(WORDS)), "operand"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_logits_are_made_of_changes_before_the_loss(name: str) -> None:
+    """The loss would be that of other logits than the model has computed."""
+    change, says = CHANGED[name]
+    offset = torch.zeros(WORDS, dtype=torch.float64)
+
+    class Changing(Speaker):
+        def forward(self, words: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            hidden = torch.tanh(self.table(words))
+            logits = self.head(hidden) + offset
+            with torch.no_grad():
+                change(self, hidden, offset)
+            return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+    model = Changing(lambda x, y: x.sum()).double()
+    ChunkedLoss(CHUNK, "head")(model)
+    with pytest.raises(StrategyError, match=f"{says}.* changed in place before the loss"):
+        model(*data())
+
+
+@pytest.mark.parametrize("changed", ["labels", "offset"])
+def test_operands_change_before_backward(changed: str) -> None:
+    """Backward computes the logits again, as torch's own functions keep what they need."""
+    offset = torch.zeros(WORDS, dtype=torch.float64)
+    _, model = pair(lambda x, y: functional.cross_entropy((x + offset).flatten(0, 1), y.flatten()))
+    words, labels = data()
+    loss = model(words, labels)["loss"]
+    (labels if changed == "labels" else offset).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_copies_have_their_own_head() -> None:
     _, model = pair(LOSSES["flat"])
     model.says = functional.mse_loss
