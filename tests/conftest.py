@@ -103,7 +103,11 @@ def start_fork_server() -> None:
 
 @pytest.fixture(scope="session")
 def workers() -> Iterator[WorkerFactory]:
-    """``workers(n)`` is the session's group of n processes, started when it is first asked for."""
+    """``workers(n)`` is the session's group of n processes, started when it is first asked for.
+
+    One group of more than two processes is kept at a time: a process takes half a gigabyte, and sessions of pytest run beside
+    each other.
+    """
     from flextrain.testing import WorkerGroup
 
     groups: dict[int, Any] = {}
@@ -116,6 +120,8 @@ def workers() -> Iterator[WorkerFactory]:
 
     def group_of(world_size: int) -> WorkerGroup:
         if world_size not in groups:
+            for large in [size for size in groups if size > 2 and world_size > 2]:
+                groups.pop(large).close()
             groups[world_size] = kind(world_size, imports=IMPORTS)
         return cast("WorkerGroup", groups[world_size])
 
