@@ -149,7 +149,7 @@ def workers2(workers: WorkerFactory) -> WorkerGroup:
     return workers(2)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def workers3(workers: WorkerFactory) -> WorkerGroup:
     return workers(3)
 
