@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 from unittest.mock import patch
@@ -71,6 +73,33 @@ def test_a_value_of_the_host_is_logged_beside_the_loss(npu2: Any, axis: str) -> 
 
 def test_stages_send_complex_numbers(npu2: Any) -> None:
     npu2.run(compare, {**MESH, "pp": 2}, "turning", RECIPES["adamw"], updates=2)
+
+
+def reads_of_routes(how: Any) -> list[str]:
+    """In a worker: what the library reads from the device in the last three of four updates, of two layers and a micro-batch each."""
+    import torch_npu
+
+    seen: list[str] = []
+
+    def note(what: str) -> None:
+        own = [frame for frame in traceback.extract_stack() if "torch/" not in frame.filename][:-1]
+        if "/tests/" not in own[-1].filename:  # the experts of the test look for their tokens
+            seen.append(f"{what} at {Path(own[-1].filename).name}")
+
+    spec = {**MESH, "ep": 2, "plan": {"layers.*.experts": "experts"}, "activation_checkpointing": how}
+    with started(spec, "mixture", RECIPES["adamw"]) as session:
+        stepper = Stepper(session.strategy, session.model, session.optim)
+        for number, (batch,) in enumerate(data("mixture", RECIPES["adamw"], 4)):
+            torch_npu.watch(note if number else None)
+            stepper.train([shard(batch, *session.strategy.topology.shard)])
+        torch_npu.watch(None)
+    return seen
+
+
+@pytest.mark.parametrize("how", [None, dict(every=1)], ids=["kept", "recomputed"])
+def test_the_host_waits_once_for_a_mixture(npu2: Any, how: Any) -> None:
+    for reads in npu2.run(reads_of_routes, how):
+        assert reads == ["copy to host at experts.py"] * 6
 
 
 def test_no_process_group_lives_on(npu2: Any) -> None:
