@@ -31,6 +31,7 @@ from flextrain import (
 from flextrain.core.base.registry import FUNCTIONS
 from flextrain.core.checkpoint import Checkpoint, save_checkpoint
 from flextrain.core.model.base_model import run_forward
+from flextrain.core.torch_compat.dtensor_private import is_gathered
 from flextrain.strategies import SingleDeviceStrategy
 from flextrain.strategies.fsdp import strategy as fsdp_strategy
 from flextrain.strategies.fsdp import strategy as nodes
@@ -538,6 +539,39 @@ def looked_at(where: str) -> None:
     assert found[0][:2] == found[1][:2]
     for key, value in found[0][2].items():
         assert torch.equal(found[1][2][key], value), key
+
+
+class Taught(nn.Module):
+    """Blocks that are trained, and blocks that an optimizer need not know, of which no backward comes to the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.teacher = nn.ModuleList([Block()]), nn.ModuleList([Block(), Block()])
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.blocks[0](self.teacher[0](x))
+        with torch.no_grad():
+            aim = self.teacher[1](x)
+        return {"loss": (hidden - aim).square().mean()}
+
+
+def gathered_after_an_update() -> list[bool]:
+    """In a worker: which blocks are gathered, all of which forward leaves so."""
+    model = Taught()
+
+    def make(groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for group in groups for p in group["params"] if p.requires_grad], lr=0.1)
+
+    strategy, called, optim = prepared(model, OptimWrapper(make), wrap=["Block"], reshard_after_forward=False)
+    train(strategy, called, optim, [[{"x": torch.ones(4, 6)}]])
+    found = [is_gathered(block) for block in (*model.blocks, *model.teacher)]
+    strategy.leave()
+    return found
+
+
+def test_nothing_stays_gathered_after_an_update(workers2: WorkerGroup) -> None:
+    assert workers2.run(gathered_after_an_update) == [[False] * 3] * 2
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "another thread"])
