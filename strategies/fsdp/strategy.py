@@ -391,7 +391,7 @@ class FSDPStrategy(Strategy):
             units = [
                 unit
                 for unit in self._gathering()
-                if not known.isdisjoint(own := [*cast(nn.Module, unit).parameters()]) or elsewhere.isdisjoint(own)
+                if not known.isdisjoint(held := [*cast(nn.Module, unit).parameters()]) or elsewhere.isdisjoint(held)
             ]
             wrapper.register_step_pre_hook(lambda _, units=units: _free(units))  # type: ignore[misc]
         return called, optim

@@ -254,9 +254,9 @@ def made_masks(name: str, how: Any) -> tuple[int, bool]:
         made += 1
         return tile(*given)
 
-    def watched(self: Context, *given: Any) -> Any:
+    def watched(self: Context, *given: Any, **named: Any) -> Any:
         nonlocal left
-        found = run_window(self, *given)
+        found = run_window(self, *given, **named)
         left = bool(self._attention.masks._made)
         return found
 

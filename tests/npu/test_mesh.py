@@ -17,6 +17,7 @@ import torch
 import torch.distributed.tensor._random as of_dtensors
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
@@ -100,6 +101,28 @@ def reads_of_routes(how: Any) -> list[str]:
 def test_the_host_waits_once_for_a_mixture(npu2: Any, how: Any) -> None:
     for reads in npu2.run(reads_of_routes, how):
         assert reads == ["copy to host at experts.py"] * 6
+
+
+def units_of(options: dict[str, Any], model: str) -> int:
+    """In a worker."""
+    with started({**MESH, **options}, model, RECIPES["adamw"]) as session:
+        return sum(isinstance(module, FSDPModule) for module in session.strategy.module.modules())
+
+
+HALF = dict(mixed_precision=dict(param_dtype="bfloat16"))  # FSDP's also where one process has all
+
+
+@pytest.mark.parametrize(
+    "options, model, count",
+    [
+        pytest.param(dict(tp=2, plan=MATRICES, **HALF), "plain", 3, id="tp"),
+        pytest.param(dict(tp=2, plan=MATRICES, wrap="model", **HALF), "plain", 1, id="one"),
+        pytest.param(dict(pp=2, **HALF), "plain", 1, id="pp"),
+        pytest.param(dict(cp=2), "llama", 3, id="cp", marks=pytest.mark.full),
+    ],
+)
+def test_blocks_are_units_but_of_pipelines(npu2: Any, options: dict[str, Any], model: str, count: int) -> None:
+    assert npu2.run(units_of, options, model) == [count] * 2
 
 
 def test_no_process_group_lives_on(npu2: Any) -> None:

@@ -81,11 +81,13 @@ def data(rank: int, index: int = 0) -> Tensor:
     return torch.randint(11, (4, 5), generator=torch.Generator().manual_seed(10 * index + rank))
 
 
-def prepared(model: nn.Module | None = None, optim: Any = SGD, **options: Any) -> tuple[FSDPStrategy, Any, Any]:
+def prepared(
+    model: nn.Module | type[nn.Module] | None = None, optim: Any = SGD, **options: Any
+) -> tuple[FSDPStrategy, Any, Any]:
     strategy = FSDPStrategy(device="cpu", timeout_s=60, **options)
     optim = OptimWrapper(optim) if isinstance(optim, dict) else optim
     torch.manual_seed(0)
-    called, optim = strategy.setup(model or Net(), optim)
+    called, optim = strategy.setup(model() if isinstance(model, type) else model or Net(), optim)
     return strategy, called, optim
 
 
@@ -470,7 +472,15 @@ def test_statistics_of_normalisation_are_those_of_rank_0(workers2: WorkerGroup) 
     assert "model.norm.running_mean" not in second, "offered once"
 
 
-def interrupted(*, in_backward: bool, in_thread: bool = False) -> None:
+class Untied(Net):
+    """Backward has computed the gradient of its head when it comes to the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 11, bias=False)
+
+
+def interrupted(*, in_backward: bool, in_thread: bool = False, kind: type[Net] = Net) -> None:
     """In a worker: errors within the second block, reading all weights after each, and training on."""
 
     def attempt(window: Any) -> None:
@@ -487,11 +497,11 @@ def interrupted(*, in_backward: bool, in_thread: bool = False) -> None:
     windows = [
         [{"x": torch.cat([data(rank, 2 * update + i) for rank in range(2)])} for i in range(2)] for update in (0, 1)
     ]
-    strategy, called, optim = prepared(wrap=["Block"])
+    strategy, called, optim = prepared(kind, wrap=["Block"])
     expected = train(strategy, called, optim, windows)
     weights = whole(strategy)
     strategy.leave()
-    strategy, called, optim = prepared(wrap=["Block"])
+    strategy, called, optim = prepared(kind, wrap=["Block"])
     losses = []
     for window in windows:
         for tried in (window[1:], window):
@@ -607,14 +617,14 @@ def test_an_error_in_backward_that_torch_cannot_go_on_after(workers2: WorkerGrou
 
 
 @pytest.mark.parametrize(
-    "in_backward, in_thread",
-    [(False, False), (True, False), (True, True)],
-    ids=["forward", "backward", "a thread that has ended"],
+    "in_backward, in_thread, kind",
+    [(False, False, Net), (True, False, Net), (True, True, Net), (True, False, Untied)],
+    ids=["forward", "backward", "a thread that has ended", "backward that has gradients"],
 )
 def test_an_error_within_an_update_leaves_nothing_behind(
-    workers2: WorkerGroup, in_backward: bool, in_thread: bool
+    workers2: WorkerGroup, in_backward: bool, in_thread: bool, kind: type[Net]
 ) -> None:
-    workers2.run(interrupted, in_backward=in_backward, in_thread=in_thread)
+    workers2.run(interrupted, in_backward=in_backward, in_thread=in_thread, kind=kind)
 
 
 def messages(**options: Any) -> list[int]:
