@@ -425,7 +425,8 @@ class Dispatch:
 
     def _routes(self, ids: Tensor) -> _Routes:
         order = torch.argsort(ids, stable=True)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
         numbers = ids.new_zeros(self._everyones).scatter_add_(0, ids, torch.ones_like(ids))
         theirs = torch.empty_like(numbers)
         dist.all_to_all_single(theirs, numbers, group=self._mesh.get_group())

@@ -45,6 +45,7 @@ CASES: list[Any] = [
         2, dict(tp=2, plan=EXPERTS | MATRICES), "mixture", "accumulate-clip", id="tp2-whole_experts", marks=FULL
     ),
     pytest.param(2, dict(ep=2, tp=2), "mixtral", "accumulate-clip", id="mixtral-tp2"),
+    pytest.param(2, dict(ep=2, cp=2), "mixtral", "accumulate-clip", id="mixtral-cp2", marks=FULL),
     pytest.param(4, dict(ep=4, cp=2, tp=2), "mixtral", "accumulate-clip", id="mixtral-cp2xtp2-ep4", marks=FULL),
     pytest.param(2, dict(ep=2, wrap="blocks"), "mixtral", "accumulate-clip", id="mixtral-dp2"),
     pytest.param(4, dict(ep=4, wrap="blocks"), "qwen3_moe", "accumulate-clip", id="qwen3_moe-dp4-ep4", marks=FULL),
