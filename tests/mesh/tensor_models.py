@@ -76,15 +76,6 @@ class TrainingBlock(PlainBlock):
         return super().forward(x) + self.down(hidden)
 
 
-class PenalisedBlock(PlainBlock):
-    """A gradient in forward is part of the output; without shards it does not depend on the input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(self.norm2(x))
-        (slope,) = torch.autograd.grad(self.down(hidden).sum(), hidden, create_graph=True)
-        return super().forward(x) + slope.square().sum()
-
-
 class Odd(nn.Module):
     """Widths that two does not divide, a parameter without dimension, one that two modules look up, buffers, smoothed classes."""
 
@@ -138,6 +129,5 @@ MODELS["in_training"] = functools.partial(Plain, TrainingBlock)
 MODELS["split"] = functools.partial(Plain, functools.partial(ChunkedBlock, split=True))
 MODELS["dropping"] = functools.partial(Plain, dropout=0.3)
 MODELS["dropping_heads"] = functools.partial(Plain, ChunkedBlock, dropout=0.3)
-MODELS["penalised"] = functools.partial(Plain, PenalisedBlock)
 MODELS["odd"] = Odd
 MODELS["attending"] = Attending

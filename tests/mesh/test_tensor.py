@@ -467,7 +467,6 @@ def wrong_cut(plan: dict[str, str], model: str) -> None:
         pytest.param("silent", CHUNKED, "the input of layers.0.out is computed differently from one device", id="silent"),
         pytest.param("shared_norm", SEPARATE, ".of_queries.weight differs by", id="gradients"),
         pytest.param("in_training", SEPARATE, "layers.0.down is computed differently", id="training"),
-        pytest.param("penalised", SEPARATE, 'choose "dtensor": there are no gradients of gradients', id="gradients of gradients"),
         pytest.param("chunked", CHUNKED, "layers.0.out is computed differently from", id="heads", marks=pytest.mark.full),
         pytest.param("fused", FUSED, "shards do not fit the model", id="views", marks=pytest.mark.full),
         pytest.param(

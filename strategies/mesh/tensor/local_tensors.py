@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
@@ -145,7 +146,7 @@ class LocalTensors:
                     if torch.is_grad_enabled():
                         gradients.append(differentiated(self._model, outputs[0]))
         except Exception as error:  # shapes that do not fit raise anything
-            if self.is_exact or isinstance(error, StrategyError):
+            if self.is_exact:
                 raise
             reason = " ".join(str(error).split())
             raise StrategyError(f"{LOCAL_ADVICE} shards do not fit the model: {reason}") from error
@@ -289,22 +290,26 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        # ``once_differentiable`` would refuse that too, but not where the gradient that comes is a constant, and its contexts
-        # take as long as a product.
-        if torch.is_grad_enabled():
-            raise StrategyError(f"{LOCAL_ADVICE} there are no gradients of gradients (create_graph=True)")
-        with without_function_modes():
-            input, own = ctx.saved_tensors
-            needs, of_input, of_weight, of_bias = ctx.needs_input_grad, None, None, None
-            flat = gradient if gradient.ndim == 2 else gradient.reshape(-1, gradient.shape[-1])
-            if needs[0]:
-                of_input = (gradient @ own).to(ctx.dtype)
-            if needs[1]:
-                rows = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
-                of_weight = gradient_of(ctx.weight, (flat.T @ rows).to(ctx.weight.dtype))
-            if needs[2]:
-                of_bias = gradient_of(ctx.bias, flat.sum(0).to(ctx.bias.dtype))
-            return of_input, of_weight, of_bias, None
+        # Where no graph is asked for, which is nearly always, contexts that turn it off only cost time.
+        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, gradient)
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> Any:
+    with without_function_modes():
+        input, own = ctx.saved_tensors
+        needs, of_input, of_weight, of_bias = ctx.needs_input_grad, None, None, None
+        flat = gradient if gradient.ndim == 2 else gradient.reshape(-1, gradient.shape[-1])
+        if needs[0]:
+            of_input = (gradient @ own).to(ctx.dtype)
+        if needs[1]:
+            rows = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
+            of_weight = gradient_of(ctx.weight, (flat.T @ rows).to(ctx.weight.dtype))
+        if needs[2]:
+            of_bias = gradient_of(ctx.bias, flat.sum(0).to(ctx.bias.dtype))
+        return of_input, of_weight, of_bias, None
+
+
+_gradients_once = once_differentiable(_gradients)
 
 
 def _whole(tensor: Tensor) -> Tensor:
