@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from ..core.base.errors import ConfigError
 from ..core.comm import collectives as dist
 from ..core.comm.collectives import all_reduce
 from ..core.comm.topology import DataShard
@@ -107,6 +108,10 @@ def scale_down(grads: list[Tensor], total: Tensor, max_norm: float) -> None:
 def clip_by_value(grads: list[Tensor], clip_value: float) -> None:
     """Clamp every element of every gradient to [-clip_value, clip_value]."""
     for group in _alike(grads):
+        if group[0].is_sparse:
+            raise ConfigError(
+                'clip_grad.type: "value" is not possible for sparse gradients, give "norm", or sparse=False to the layer'
+            )
         local = _local(group)
         foreach_clamp_min_(local, -clip_value)
         foreach_clamp_max_(local, clip_value)
@@ -154,6 +159,9 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
 def _norm(grads: list[Tensor], norm_type: float) -> Tensor:
     """The total norm of gradients of one layout."""
     first = grads[0]
+    if first.is_sparse:  # torch 2.6 has no norm of them; a row that stands in one several times is the sum
+        grads = [grad.coalesce().values() for grad in grads]
+        first = grads[0]
     if math.isinf(norm_type):
         # torch raises for the maximum of no elements, and the shard of an unevenly sharded tensor may be empty.
         parts = _local(grads)
@@ -194,7 +202,7 @@ def _alike(grads: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _layout(grad: Tensor) -> Any:
-    return (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None, grad.device
+    return (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else grad.is_sparse, grad.device
 
 
 # ModelGroup: gradient norms and overflows over the processes that share one replica of a model.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..core.torch_compat.dtensor_private import laid_out_as, local_part, local_tensor
+from ..core.torch_compat.dtensor_private import hand_gradients, laid_out_as, local_tensor, local_tensors
 
 # State of torch's optimizers that is one number per parameter; all other tensors have the parameter's shape.
 _SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
@@ -21,7 +23,8 @@ class LocalShards:
     """The parameters of an optimizer as ordinary tensors, for the time of a step.
 
     DTensor's dispatch takes several times as long as the arithmetic of small parameters, and one foreach or fused call cannot
-    take DTensors beside ordinary tensors. Values and state stay where they are: shard and DTensor share their memory.
+    take DTensors beside ordinary tensors. Values and state stay where they are: shard and DTensor share their memory. A step compares
+    what it knows with what is there, object by object and without a call for each, and looks closer where something is new.
 
     Args:
         optimizer: a built optimizer that updates every element of a parameter independently.
@@ -31,54 +34,93 @@ class LocalShards:
         self._optimizer = optimizer
         self._known: dict[Tensor, _Shard] = {}
         self._inner: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        self._own: list[list[Tensor]] = []  # by group, what the step has
+        self._shards: list[_Shard] = []
+        self._sharded: list[DTensor] = []
+        self._locals: list[Tensor] = []
+        self._ordinary: list[Tensor] = []
+        self._sizes: list[int] = []
+        self._seen: list[Any] = []
+        self._seen_inside: list[Any] = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Context for ``optimizer.step()``: groups and state have ordinary tensors, and are as before after it."""
-        groups, state, inner = self._optimizer.param_groups, self._optimizer.state, self._inner
+        groups, state = self._optimizer.param_groups, self._optimizer.state
         whole = [group["params"] for group in groups]
-        shards: list[_Shard] = []
-        ordinary: list[Tensor] = []
-        known = self._known
-        # Once for every parameter and update: what can be compared is not called.
-        for group, parameters in zip(groups, whole, strict=True):
-            group["params"] = own = []
-            for parameter in parameters:
-                given = state.get(parameter)
-                if not isinstance(parameter, DTensor):
-                    ordinary.append(parameter)
-                    own.append(parameter)
-                    inner[parameter] = given or {}
-                    continue
-                shard = known.get(parameter)
-                if shard is None or shard.tensor is not local_tensor(parameter):
-                    shard = self._shard(parameter)
-                if (grad := parameter.grad) is not None:
-                    shard.local.grad = local_part(grad, parameter)
-                if given is not shard.given or (given is not None and [*map(id, given.values())] != shard.ids):
-                    shard.follow(given, inner)
-                shards.append(shard)
-                own.append(shard.local)
-        self._optimizer.state = inner
+        if [*map(len, whole)] != self._sizes or not _same(self._there(whole, state), self._seen):
+            self._follow(whole, state)
+        for group, own in zip(groups, self._own, strict=True):
+            group["params"] = own
+        hand_gradients(self._sharded, self._locals)
+        self._optimizer.state = self._inner
         try:
             yield
         finally:
             self._optimizer.state = state
             for group, parameters in zip(groups, whole, strict=True):
                 group["params"] = parameters
-            state.update((one, inner[one]) for one in ordinary if inner.get(one))
-            for shard in shards:
-                local = shard.local
+            for local in self._locals:
                 local.grad = None
-                found = inner.get(local)
-                if found and [*map(id, found.values())] != shard.local_ids:
-                    shard.keep(found, state[shard.parameter])
+            if not _same(_contents(self._inner), self._seen_inside):
+                self._keep(whole, state)
+
+    def _there(self, whole: Sequence[Sequence[Tensor]], state: dict[Tensor, dict[str, Any]]) -> list[Any]:
+        """The objects that the step depends on."""
+        return [*chain.from_iterable(whole), *local_tensors(self._sharded), *_contents(state)]
+
+    def _follow(self, whole: Sequence[Sequence[Tensor]], state: dict[Tensor, dict[str, Any]]) -> None:
+        """Give the step what the groups and the state have."""
+        inner = self._inner
+        self._own, self._shards, self._ordinary = [], [], []
+        for parameters in whole:
+            own: list[Tensor] = []
+            self._own.append(own)
+            for parameter in parameters:
+                given = state.get(parameter)
+                if not isinstance(parameter, DTensor):
+                    self._ordinary.append(parameter)
+                    own.append(parameter)
+                    inner[parameter] = given or {}
+                    continue
+                shard = self._known.get(parameter)
+                if shard is None or shard.tensor is not local_tensor(parameter):
+                    shard = self._shard(parameter)
+                if given is not shard.given or (given is not None and [*map(id, given.values())] != shard.ids):
+                    shard.follow(given, inner)
+                self._shards.append(shard)
+                own.append(shard.local)
+        self._sharded = [shard.parameter for shard in self._shards]
+        self._locals = [shard.local for shard in self._shards]
+        self._note(whole, state)
+
+    def _keep(self, whole: Sequence[Sequence[Tensor]], state: dict[Tensor, dict[str, Any]]) -> None:
+        """Take over what the step has made."""
+        inner = self._inner
+        state.update((one, inner[one]) for one in self._ordinary if inner.get(one))
+        for shard in self._shards:
+            found = inner.get(shard.local)
+            if found and [*map(id, found.values())] != shard.local_ids:
+                shard.keep(found, state[shard.parameter])
+        self._note(whole, state)
+
+    def _note(self, whole: Sequence[Sequence[Tensor]], state: dict[Tensor, dict[str, Any]]) -> None:
+        self._sizes, self._seen = [*map(len, whole)], self._there(whole, state)
+        self._seen_inside = _contents(self._inner)
 
     def _shard(self, parameter: DTensor) -> _Shard:
         if parameter in self._known:
             self._inner.pop(self._known[parameter].local, None)
         self._known[parameter] = shard = _Shard(parameter, local_tensor(parameter))
         return shard
+
+
+def _contents(state: Mapping[Tensor, dict[str, Any]]) -> list[Any]:
+    return [*state, *state.values(), *chain.from_iterable(map(dict.values, state.values()))]
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
 
 
 class _Shard:

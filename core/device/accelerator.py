@@ -99,6 +99,10 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     The host is ahead of the device, so that a batch is copied while the device computes the update before. From page-locked
     memory the host does not wait either; from other memory it waits for the copy, and not for the device's work.
+
+    Memory of a batch is used again once the host has seen the end of the work that used it: there are as many batches as the host is
+    updates ahead. The driver's queue, of some thousand launches, bounds that for all but small models; a bound of two updates would
+    let the host wait between log lines.
     """
     is_ordinary = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
     stream = _side_stream(device) if is_ordinary and not torch.compiler.is_compiling() else None

@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+import operator
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, cast
@@ -56,12 +57,23 @@ def local_tensor(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
-def local_part(gradient: Tensor, parameter: DTensor) -> Tensor:
-    """What this process has of a parameter's gradient, which is laid out as the parameter if it is not yet. 2.6, 2.15."""
-    given = cast(DTensor, gradient)
-    if given._spec is not parameter._spec and given.placements != parameter.placements:
-        given = given.redistribute(parameter.device_mesh, parameter.placements)
-    return given._local_tensor
+def local_tensors(tensors: Iterable[DTensor]) -> list[Tensor]:
+    """``local_tensor`` of each, without a call for it. 2.6, 2.15."""
+    return [*map(_LOCAL_TENSOR, tensors)]
+
+
+_LOCAL_TENSOR = operator.attrgetter("_local_tensor")
+
+
+def hand_gradients(parameters: Iterable[DTensor], locals: Iterable[Tensor]) -> None:
+    """Give each of ``locals`` what this process has of its parameter's gradient, which is laid out as the parameter then. 2.6, 2.15."""
+    gradient: DTensor | None
+    for parameter, local in zip(parameters, locals, strict=True):
+        if (gradient := parameter.grad) is None:  # type: ignore[assignment]
+            continue
+        if gradient._spec is not parameter._spec and gradient.placements != parameter.placements:
+            gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+        local.grad = gradient._local_tensor
 
 
 def laid_out_as(tensor: DTensor, local: Tensor) -> DTensor:
@@ -74,7 +86,9 @@ def laid_out_as(tensor: DTensor, local: Tensor) -> DTensor:
     assert meta is not None
     if meta.dtype != local.dtype:
         spec = dataclasses.replace(spec, tensor_meta=meta._replace(dtype=local.dtype))
-    return cast(DTensor, cast(Any, DTensor)(local, spec, requires_grad=False))
+    # Without its constructor's ``__init__``, which does nothing, and takes as long for the compiler's sake as a product.
+    made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return made
 
 
 def gradient_of(parameter: DTensor, local: Tensor) -> DTensor | None:
@@ -87,7 +101,7 @@ def gradient_of(parameter: DTensor, local: Tensor) -> DTensor | None:
         return laid_out_as(parameter, local)
     if getattr(parameter, "grad_dtype", None) not in (None, local.dtype):
         return laid_out_as(parameter, local)
-    known = cast(DTensor | None, parameter.grad)
+    known: DTensor | None = parameter.grad  # type: ignore[assignment]
     if known is None:
         parameter.grad = laid_out_as(parameter, local)
     elif known.placements == parameter.placements and known.dtype == local.dtype:
@@ -329,6 +343,13 @@ def reset_after_error(root: nn.Module) -> bool:
     found = {each._training_state.name for each in state._state_ctx.all_states}
     if not state._is_root or found == {"IDLE"}:
         return True
+    # torch leaves gradients of gathered parameters that backward had computed and not reduced: the next one would add to them.
+    for parameter in (
+        one for each in state._state_ctx.all_states for group in _groups_of(each) for one in group.fsdp_params
+    ):
+        parameter.unsharded_accumulated_grad = None
+        if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
+            gathered.grad = None
     if hasattr(module, "reset_iter_state"):
         module.reset_iter_state()
         return True
@@ -344,7 +365,10 @@ def reset_after_error(root: nn.Module) -> bool:
 
 def _groups(unit: nn.Module) -> list[Any]:
     """The groups of parameters that an FSDP unit gathers; torch before 2.11 or so has one, or none."""
-    state = cast(Any, unit)._get_fsdp_state()
+    return _groups_of(cast(Any, unit)._get_fsdp_state())
+
+
+def _groups_of(state: Any) -> list[Any]:
     found = getattr(state, "_fsdp_param_groups", None)
     return list(found) if found is not None else [one for one in (state._fsdp_param_group,) if one is not None]
 

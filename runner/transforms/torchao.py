@@ -61,9 +61,8 @@ class Float8Training:
         float8 = import_extra("torchao.float8", "torchao", where)
         names = [each.value for each in float8.config.Float8LinearRecipeName]
         if recipe not in names:
-            why = (
-                "; torchao trains so by prototypes only, on GPUs of compute capability 10.0" if recipe in _LATER else ""
-            )
+            is_later = str(recipe).lower().startswith(_LATER)
+            why = "; torchao trains so by prototypes only, on GPUs of compute capability 10.0" if is_later else ""
             raise ConfigError(
                 f'{where}.recipe: "{recipe}" is not allowed, choose {one_of(names)}{suggest(recipe, names)}{why}'
             )

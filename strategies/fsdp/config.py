@@ -219,7 +219,7 @@ class FSDPConfig(StrategyConfig):
     wrap: Literal["blocks", "model"] | list[str] | Callable[..., bool] | None = None
     """Submodules that are units, each gathered and freed as a whole: "blocks" (the repeated ones), names of classes, or
     a function of the submodule; "model": the whole model is one unit. None: blocks on an accelerator, if the model has any,
-    and one unit on the CPU."""
+    also with tensor parallelism; one unit on the CPU, and with stages of a pipeline, each of which is one."""
     reshard_after_forward: bool | int | None = None
     """Free gathered parameters between forward and backward; an int: keep them sharded over groups of that many
     processes. None: free those of every unit except the outermost, because backward begins with it; with stages of a

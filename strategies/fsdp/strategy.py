@@ -62,25 +62,31 @@ from .units import check_one_dtype, choose_roots, choose_units, described, freed
 
 
 class NotingErrors:
-    """Context around a micro-batch, or the evaluation of a batch.
+    """Context around a micro-batch, the evaluation of a batch, or a check of one; one of them may be inside of another.
 
     Attributes:
         has_seen: an error has left it, so that FSDP may have stopped in the middle.
         is_final: FSDP cannot go on after it.
-        is_open: the model computes at the moment.
         thread: in which it computes; None before it has.
     """
 
-    has_seen = is_final = is_open = False
+    has_seen = is_final = False
     thread: Thread | None = None
+    _depth = 0
 
     def __enter__(self) -> None:
-        self.is_open, self.thread = True, current_thread()
+        self._depth += 1
+        self.thread = current_thread()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.is_open = False
+        self._depth -= 1
         if kind is not None:
             self.has_seen = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the model computes at the moment."""
+        return self._depth > 0
 
     @property
     def is_over(self) -> bool:
@@ -367,20 +373,26 @@ class FSDPStrategy(Strategy):
         self._without_memory.note(model)
         called, optim = super().setup(model, optim)
         await_values(self, self._without_memory.left_at_zero)
-        for wrapper in optim.wrappers.values() if optim is not None else ():
+        wrappers = [*optim.wrappers.values()] if optim is not None else []
+        own_of = [[p for group in wrapper.param_groups for p in group["params"]] for wrapper in wrappers]
+        for wrapper, updated in zip(wrappers, own_of, strict=True):
             assert self._sharded is not None
             self._sharded.check(wrapper)
             if self._used is not None:
                 self._used.register(wrapper)
             if self._float8 is not None:
                 wrapper.register_step_pre_hook(lambda _, weights=self._float8: weights.forget())  # type: ignore[misc]
-            updated = [p for group in wrapper.param_groups for p in group["params"]]
             if own := [p for p in updated if p in self._whole]:
                 data = self._averaged_over()
                 wrapper.register_step_pre_hook(lambda _, scalars=own, data=data: average(scalars, data))  # type: ignore[misc]
-            # What stays gathered would have the weights of before the update, in every forward until it is freed.
-            known = set(updated)
-            units = [unit for unit in self._gathering() if not known.isdisjoint(cast(nn.Module, unit).parameters())]
+            # What stays gathered would have the weights of before the update, in every forward until it is freed; what no
+            # optimizer has would stay so for good. Backward may still come to what only others have.
+            known, elsewhere = {*updated}, {p for other in own_of if other is not updated for p in other}
+            units = [
+                unit
+                for unit in self._gathering()
+                if not known.isdisjoint(held := [*cast(nn.Module, unit).parameters()]) or elsewhere.isdisjoint(held)
+            ]
             wrapper.register_step_pre_hook(lambda _, units=units: _free(units))  # type: ignore[misc]
         return called, optim
 
@@ -653,15 +665,26 @@ class FSDPStrategy(Strategy):
 
     def evaluate(self, batch: Any, step: EvalStep) -> Any:
         """See Strategy; a model may be evaluated by parts before it was called as a whole."""
+        with self._computing():
+            return super().evaluate(batch, step)
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Context of what calls the model outside of an update."""
         self._reset_after_error()
         for root in self._unsettled:
             settle_root(cast(nn.Module, root))
         self._unsettled = []
-        with self._noting:
-            found = super().evaluate(batch, step)
-        if self._float8 is not None:  # a checkpoint or a hook may change the weights before the next batch
+        self._forget_scales()  # a comparison of the first batch computes with other weights
+        try:
+            with self._noting:
+                yield
+        finally:
+            self._forget_scales()  # a checkpoint or a hook may change the weights before the next batch
+
+    def _forget_scales(self) -> None:
+        if self._float8 is not None:
             self._float8.forget()
-        return found
 
     def abort_update(self) -> None:
         """See Strategy."""

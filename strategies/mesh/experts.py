@@ -128,7 +128,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _summed(grad, ctx.group), None
+        return _Sum.apply(grad, ctx.group), None
 
 
 def _summed(tensor: Tensor, group: Any) -> Tensor:
@@ -266,13 +266,14 @@ _SEPARATE = 0.05
 
 @dataclass(frozen=True)
 class _Routes:
-    """Where the tokens of one call go: ``order`` sorts the choices of experts, by expert and hence by process.
+    """Where the tokens of one call go: ``order`` sorts the choices of experts, by expert and hence by process; ``back`` is its inverse.
 
     ``theirs`` counts the choices that each process sends to each expert of this one. ``sent`` and ``received`` are numbers of rows
     by process.
     """
 
     order: Tensor
+    back: Tensor
     theirs: Tensor
     sent: list[int]
     received: list[int]
@@ -408,9 +409,9 @@ class Dispatch:
     def _send_and_compute(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         count, choices = ids.shape
         routes = self._repetitions.routes(lambda: self._routes(ids.reshape(-1)))
-        order, sent, received = routes.order, routes.sent, routes.received
-        rows = self._exchange(tokens[order // choices], received, sent)
-        factors = self._exchange(weights.reshape(-1, 1)[order], received, sent)
+        order, back, sent, received = routes.order, routes.back, routes.sent, routes.received
+        rows = self._exchange(_reordered(tokens, order, back, choices), received, sent)
+        factors = self._exchange(_reordered(weights.reshape(-1, 1), order, back), received, sent)
         # In groups by the process that sent them, and in each by expert.
         own_ids = torch.arange(self._own, device=ids.device, dtype=ids.dtype).repeat(self._mesh.size())
         experts = own_ids.repeat_interleave(routes.theirs, output_size=sum(received)).unsqueeze(1)
@@ -419,11 +420,13 @@ class Dispatch:
             experts = experts.new_zeros((1, 1))
         with self._own_experts():
             output = self._forward(rows, experts, factors)
-        back = self._exchange(output[: sum(received)], sent, received)
-        return back[torch.argsort(order)].view(count, choices, -1).sum(1)
+        found = self._exchange(output[: sum(received)], sent, received)
+        return _reordered(found, back, order).view(count, choices, -1).sum(1)
 
     def _routes(self, ids: Tensor) -> _Routes:
         order = torch.argsort(ids, stable=True)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
         numbers = ids.new_zeros(self._everyones).scatter_add_(0, ids, torch.ones_like(ids))
         theirs = torch.empty_like(numbers)
         dist.all_to_all_single(theirs, numbers, group=self._mesh.get_group())
@@ -432,7 +435,7 @@ class Dispatch:
         else:
             by_process = torch.stack([numbers, theirs]).view(2, -1, self._own)
             sent, received = by_process.sum(2).tolist()  # the one wait of the host: sizes of messages
-        return _Routes(order, theirs, sent, received)
+        return _Routes(order, back, theirs, sent, received)
 
     def _exchange(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
         return cast(Tensor, _Exchange.apply(rows, received, sent, self._mesh.get_group()))
@@ -476,6 +479,27 @@ class Dispatch:
         self._is_tried = True
 
 
+def _reordered(rows: Tensor, order: Tensor, back: Tensor, copies: int = 1) -> Tensor:
+    """Return ``copies`` of each row, in this ``order``, of which ``back`` is the inverse."""
+    return cast(Tensor, _Reorder.apply(rows, order, back, copies))
+
+
+class _Reorder(torch.autograd.Function):
+    """``rows[order // copies]``, whose backward does not sort, as that of an index does, which may have a row twice."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(order, back)
+        ctx.copies = copies
+        return rows[order // copies]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        order, back = ctx.saved_tensors
+        own = _reordered(grad, back, order)
+        return own.view(len(own) // ctx.copies, ctx.copies, *own.shape[1:]).sum(1), None, None, None
+
+
 class _Exchange(torch.autograd.Function):
     """All-to-all of rows, of which every process receives some from every other; backward sends the gradients back."""
 
@@ -486,7 +510,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _all_to_all(grad, ctx.sent, ctx.received, ctx.group), None, None, None
+        return _Exchange.apply(grad, ctx.sent, ctx.received, ctx.group), None, None, None
 
 
 def _even(total: int, count: int) -> list[int]:

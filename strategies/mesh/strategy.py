@@ -359,7 +359,8 @@ class MeshStrategy(FSDPStrategy):
 
     def evaluate(self, batch: Any, step: EvalStep) -> Any:
         """See Strategy."""
-        return self._evaluation(batch, step)
+        with self._computing():  # the first batch is compared outside of FSDP's evaluation
+            return self._evaluation(batch, step)
 
     def leave(self) -> None:
         """See Strategy."""
@@ -378,7 +379,8 @@ def _nothing_to_check(window: Sequence[Any], step: TrainStep) -> None:
 @check_window.register(MeshStrategy)
 def _(strategy: MeshStrategy, window: Sequence[Any], step: TrainStep) -> None:
     if not strategy._is_checked:
-        strategy._checks(window, step)
+        with strategy._computing():
+            strategy._checks(window, step)
         strategy._is_checked = True
 
 

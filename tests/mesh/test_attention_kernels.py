@@ -23,7 +23,7 @@ from flextrain.strategies.mesh.context import attention as attending
 from flextrain.strategies.mesh.context import masks
 from flextrain.strategies.mesh.context.attention import Ring, SequenceAttention, ring_attention
 from flextrain.strategies.mesh.context.batches import SequenceShards
-from flextrain.strategies.mesh.context.masks import CAUSAL, FULL, Mask, Rule
+from flextrain.strategies.mesh.context.masks import CAUSAL, FULL, BatchMasks, Mask, Rule
 from flextrain.testing import WorkerGroup
 
 from .rings import Names, Pretended, in_a_ring, on_one_device
@@ -145,10 +145,10 @@ def test_a_mask_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [0])
     attention = SequenceAttention("ulysses", OneProcess())  # type: ignore[arg-type]
     for batch in range(2):
-        attention.add_to_masks(keys=padded(64, (batch, 64), (0, 60)))
+        attention.masks = BatchMasks(keys=padded(64, (batch, 64), (0, 60)))
         for rule in (CAUSAL, Rule(True, 9)):
             for _ in range(3):
-                attending._whole_attention(*tensors(64)[:3], attention.mask(rule), None, 0.0)
+                attending._whole_attention(*tensors(64)[:3], attention.masks.of(rule), None, 0.0)
     assert len(made) == 2  # for each batch that of the window; padding is computed without
 
 
@@ -351,7 +351,7 @@ def operations(kind: str) -> tuple[int, int]:
     attention = SequenceAttention(kind, strategy.layout.over("cp"))
     inputs = [tensor.requires_grad_() for tensor in tensors(2048, samples=1)[:3]]
     with Names() as first:
-        found = attention(*inputs, attention.mask(CAUSAL), None, 0.0, "test")
+        found = attention(*inputs, attention.masks.of(CAUSAL), None, 0.0, "test")
     with Names() as second:
         torch.autograd.grad(found, inputs, torch.ones_like(found))
     assert len(first.kernels() + second.kernels()) == (4 if kind == "ring" else 2)

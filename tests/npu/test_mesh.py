@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 from unittest.mock import patch
@@ -15,6 +17,7 @@ import torch
 import torch.distributed.tensor._random as of_dtensors
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
@@ -71,6 +74,55 @@ def test_a_value_of_the_host_is_logged_beside_the_loss(npu2: Any, axis: str) -> 
 
 def test_stages_send_complex_numbers(npu2: Any) -> None:
     npu2.run(compare, {**MESH, "pp": 2}, "turning", RECIPES["adamw"], updates=2)
+
+
+def reads_of_routes(how: Any) -> list[str]:
+    """In a worker: what the library reads from the device in the last three of four updates, of two layers and a micro-batch each."""
+    import torch_npu
+
+    seen: list[str] = []
+
+    def note(what: str) -> None:
+        own = [frame for frame in traceback.extract_stack() if "torch/" not in frame.filename][:-1]
+        if "/tests/" not in own[-1].filename:  # the experts of the test look for their tokens
+            seen.append(f"{what} at {Path(own[-1].filename).name}")
+
+    spec = {**MESH, "ep": 2, "plan": {"layers.*.experts": "experts"}, "activation_checkpointing": how}
+    with started(spec, "mixture", RECIPES["adamw"]) as session:
+        stepper = Stepper(session.strategy, session.model, session.optim)
+        for number, (batch,) in enumerate(data("mixture", RECIPES["adamw"], 4)):
+            torch_npu.watch(note if number else None)
+            stepper.train([shard(batch, *session.strategy.topology.shard)])
+        torch_npu.watch(None)
+    return seen
+
+
+@pytest.mark.parametrize("how", [None, dict(every=1)], ids=["kept", "recomputed"])
+def test_the_host_waits_once_for_a_mixture(npu2: Any, how: Any) -> None:
+    for reads in npu2.run(reads_of_routes, how):
+        assert reads == ["copy to host at experts.py"] * 6
+
+
+def units_of(options: dict[str, Any], model: str) -> int:
+    """In a worker."""
+    with started({**MESH, **options}, model, RECIPES["adamw"]) as session:
+        return sum(isinstance(module, FSDPModule) for module in session.strategy.module.modules())
+
+
+HALF = dict(mixed_precision=dict(param_dtype="bfloat16"))  # FSDP's also where one process has all
+
+
+@pytest.mark.parametrize(
+    "options, model, count",
+    [
+        pytest.param(dict(tp=2, plan=MATRICES, **HALF), "plain", 3, id="tp"),
+        pytest.param(dict(tp=2, plan=MATRICES, wrap="model", **HALF), "plain", 1, id="one"),
+        pytest.param(dict(pp=2, **HALF), "plain", 1, id="pp"),
+        pytest.param(dict(cp=2), "llama", 3, id="cp", marks=pytest.mark.full),
+    ],
+)
+def test_blocks_are_units_but_of_pipelines(npu2: Any, options: dict[str, Any], model: str, count: int) -> None:
+    assert npu2.run(units_of, options, model) == [count] * 2
 
 
 def test_no_process_group_lives_on(npu2: Any) -> None:

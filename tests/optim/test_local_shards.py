@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from flextrain.core.comm import collectives as dist
+from flextrain.core.torch_compat.dtensor_private import laid_out_as
 from flextrain.optim.adapters import adapter_for
 from flextrain.testing import WorkerGroup
 
@@ -77,3 +80,48 @@ def stepped(name: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_as_on_one_device(workers2: WorkerGroup, name: str) -> None:
     workers2.run(stepped, name, OPTIMIZERS[name])
+
+
+def called(function: Callable[[], Any], *parts: str) -> list[str]:
+    """The functions of files with such names that a call of ``function`` calls."""
+    found: list[str] = []
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and any(part in frame.f_code.co_filename for part in parts):
+            found.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def calls_of_a_step(count: int) -> tuple[list[str], list[str]]:
+    """In a worker: what the library calls in a step of so many parameters after the first; what making a gradient calls of torch."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method="env://", timeout_s=60)
+    mesh = init_device_mesh("cpu", (2,))
+    parameters = [nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])) for _ in range(count)]
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    adapter = adapter_for(optimizer, "optim_wrapper")
+
+    def step() -> None:
+        with adapter.stepping():
+            optimizer.step()
+
+    made: list[str] = []
+    for _ in range(3):
+        for parameter in parameters:
+            made = called(lambda to=parameter: laid_out_as(to, torch.ones(2, 2)), "torch/", "typing")  # type: ignore[misc]
+            parameter.grad = laid_out_as(parameter, torch.ones(2, 2))
+        found = called(step, "/optim/local_shards", "/torch_compat/", "typing")
+    dist.destroy_process_group()
+    return found, made
+
+
+def test_known_parameters_are_stepped_without_a_call_for_each(workers2: WorkerGroup) -> None:
+    few, many = (workers2.run(calls_of_a_step, count)[0] for count in (2, 20))
+    assert few == many
+    assert many[1] == []

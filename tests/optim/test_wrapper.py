@@ -183,6 +183,27 @@ def test_clipping(clip_grad: dict[str, Any], largest: float) -> None:
     assert moved.max().item() == pytest.approx(largest, rel=1e-5)
 
 
+@pytest.mark.parametrize("norm_type", [1, 2, math.inf])
+def test_sparse_gradients_are_clipped_as_dense_ones(norm_type: float) -> None:
+    found = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(4, 3, sparse=sparse), nn.Linear(3, 2))
+        wrapper = built(model, optimizer=dict(type="SGD", lr=1.0), clip_grad=dict(max_norm=0.1, norm_type=norm_type))
+        (model(torch.tensor([1, 1, 2, 1])) * torch.arange(8.0).view(4, 2)).sum().backward()  # a row several times
+        wrapper.step()
+        found.append(weights(model))
+    close(found[1], found[0])
+
+
+def test_sparse_gradients_are_not_clipped_by_value() -> None:
+    model = nn.Embedding(4, 3, sparse=True)
+    wrapper = built(model, optimizer=dict(type="SGD", lr=1.0), clip_grad=dict(type="value", clip_value=0.1))
+    model(torch.tensor([1, 1])).sum().backward()
+    with pytest.raises(ConfigError, match=r'^clip_grad.type: "value" is not possible for sparse gradients'):
+        wrapper.step()
+
+
 def test_non_finite_gradients_raise_on_request() -> None:
     model = net()
     wrapper = built(model, clip_grad=dict(max_norm=1.0, error_if_nonfinite=True))

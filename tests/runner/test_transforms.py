@@ -555,9 +555,13 @@ WRONG: list[tuple[Any, str]] = [
     ([lora(init_lora_weights="loftq")], "transforms[0]: "),
     ([lora(), lora()], "transforms[1]: the model has adapters already (default), LoRA adds one adapter"),
     ([dict(type="Float8Training", recipe="tensorwize")], 'transforms[0].recipe: "tensorwize" is not allowed, choose'),
-    (
-        [dict(type="Float8Training", recipe="mxfp8")],
-        'transforms[0].recipe: "mxfp8" is not allowed, choose tensorwise, rowwise or rowwise_with_gw_hp; torchao trains so by',
+    *(
+        (
+            [dict(type="Float8Training", recipe=recipe)],
+            f'transforms[0].recipe: "{recipe}" is not allowed, choose tensorwise, rowwise or rowwise_with_gw_hp; torchao trains so by '
+            "prototypes only, on GPUs of compute capability 10.0",
+        )
+        for recipe in ("mxfp8", "NVFP4", "mxfp8_cublas")
     ),
     (
         [dict(type="Float8Training", emulate=True)],

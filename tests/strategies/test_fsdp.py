@@ -31,6 +31,7 @@ from flextrain import (
 from flextrain.core.base.registry import FUNCTIONS
 from flextrain.core.checkpoint import Checkpoint, save_checkpoint
 from flextrain.core.model.base_model import run_forward
+from flextrain.core.torch_compat.dtensor_private import is_gathered
 from flextrain.strategies import SingleDeviceStrategy
 from flextrain.strategies.fsdp import strategy as fsdp_strategy
 from flextrain.strategies.fsdp import strategy as nodes
@@ -80,11 +81,13 @@ def data(rank: int, index: int = 0) -> Tensor:
     return torch.randint(11, (4, 5), generator=torch.Generator().manual_seed(10 * index + rank))
 
 
-def prepared(model: nn.Module | None = None, optim: Any = SGD, **options: Any) -> tuple[FSDPStrategy, Any, Any]:
+def prepared(
+    model: nn.Module | type[nn.Module] | None = None, optim: Any = SGD, **options: Any
+) -> tuple[FSDPStrategy, Any, Any]:
     strategy = FSDPStrategy(device="cpu", timeout_s=60, **options)
     optim = OptimWrapper(optim) if isinstance(optim, dict) else optim
     torch.manual_seed(0)
-    called, optim = strategy.setup(model or Net(), optim)
+    called, optim = strategy.setup(model() if isinstance(model, type) else model or Net(), optim)
     return strategy, called, optim
 
 
@@ -469,7 +472,15 @@ def test_statistics_of_normalisation_are_those_of_rank_0(workers2: WorkerGroup) 
     assert "model.norm.running_mean" not in second, "offered once"
 
 
-def interrupted(*, in_backward: bool, in_thread: bool = False) -> None:
+class Untied(Net):
+    """Backward has computed the gradient of its head when it comes to the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 11, bias=False)
+
+
+def interrupted(*, in_backward: bool, in_thread: bool = False, kind: type[Net] = Net) -> None:
     """In a worker: errors within the second block, reading all weights after each, and training on."""
 
     def attempt(window: Any) -> None:
@@ -486,11 +497,11 @@ def interrupted(*, in_backward: bool, in_thread: bool = False) -> None:
     windows = [
         [{"x": torch.cat([data(rank, 2 * update + i) for rank in range(2)])} for i in range(2)] for update in (0, 1)
     ]
-    strategy, called, optim = prepared(wrap=["Block"])
+    strategy, called, optim = prepared(kind, wrap=["Block"])
     expected = train(strategy, called, optim, windows)
     weights = whole(strategy)
     strategy.leave()
-    strategy, called, optim = prepared(wrap=["Block"])
+    strategy, called, optim = prepared(kind, wrap=["Block"])
     losses = []
     for window in windows:
         for tried in (window[1:], window):
@@ -540,6 +551,39 @@ def looked_at(where: str) -> None:
         assert torch.equal(found[1][2][key], value), key
 
 
+class Taught(nn.Module):
+    """Blocks that are trained, and blocks that an optimizer need not know, of which no backward comes to the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.teacher = nn.ModuleList([Block()]), nn.ModuleList([Block(), Block()])
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.blocks[0](self.teacher[0](x))
+        with torch.no_grad():
+            aim = self.teacher[1](x)
+        return {"loss": (hidden - aim).square().mean()}
+
+
+def gathered_after_an_update() -> list[bool]:
+    """In a worker: which blocks are gathered, all of which forward leaves so."""
+    model = Taught()
+
+    def make(groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for group in groups for p in group["params"] if p.requires_grad], lr=0.1)
+
+    strategy, called, optim = prepared(model, OptimWrapper(make), wrap=["Block"], reshard_after_forward=False)
+    train(strategy, called, optim, [[{"x": torch.ones(4, 6)}]])
+    found = [is_gathered(block) for block in (*model.blocks, *model.teacher)]
+    strategy.leave()
+    return found
+
+
+def test_nothing_stays_gathered_after_an_update(workers2: WorkerGroup) -> None:
+    assert workers2.run(gathered_after_an_update) == [[False] * 3] * 2
+
+
 @pytest.mark.parametrize("where", ["forward", "backward", "another thread"])
 def test_the_module_may_be_asked_for_while_it_computes(workers2: WorkerGroup, where: str) -> None:
     workers2.run(looked_at, where)
@@ -573,14 +617,14 @@ def test_an_error_in_backward_that_torch_cannot_go_on_after(workers2: WorkerGrou
 
 
 @pytest.mark.parametrize(
-    "in_backward, in_thread",
-    [(False, False), (True, False), (True, True)],
-    ids=["forward", "backward", "a thread that has ended"],
+    "in_backward, in_thread, kind",
+    [(False, False, Net), (True, False, Net), (True, True, Net), (True, False, Untied)],
+    ids=["forward", "backward", "a thread that has ended", "backward that has gradients"],
 )
 def test_an_error_within_an_update_leaves_nothing_behind(
-    workers2: WorkerGroup, in_backward: bool, in_thread: bool
+    workers2: WorkerGroup, in_backward: bool, in_thread: bool, kind: type[Net]
 ) -> None:
-    workers2.run(interrupted, in_backward=in_backward, in_thread=in_thread)
+    workers2.run(interrupted, in_backward=in_backward, in_thread=in_thread, kind=kind)
 
 
 def messages(**options: Any) -> list[int]:

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ....core.base.errors import StrategyError
 from ....core.torch_compat.attention_private import AttentionKernel, attention_kernel, takes_groups
 from .batches import SequenceShards
-from .masks import CAUSAL, AttentionBlock, Mask, Rule
+from .masks import CAUSAL, AttentionBlock, BatchMasks, Mask
 
 # Ring attention: keys and values go round the processes, and in backward their gradients with them.
 
@@ -409,7 +409,8 @@ class SequenceAttention:
         is_local: it calls torch's attention itself, which means just that.
         is_apart: each position attends to itself alone, to find what else combines positions.
         dtype, device: of the last call.
-        length: number of positions of the batch of the forward that is running; None before the first.
+        length: number of positions of the batch of the forward that is running; None outside of updates and evaluations.
+        masks: of that forward.
     """
 
     def __init__(self, kind: str, mesh: DeviceMesh) -> None:
@@ -421,8 +422,7 @@ class SequenceAttention:
         self.is_apart = False
         self.dtype, self.device = torch.float32, torch.device(mesh.device_type)
         self.length: int | None = None
-        self._added: tuple[Tensor | None, Tensor | None] = None, None
-        self._masks: dict[Rule, Mask] = {}
+        self.masks = BatchMasks()
 
     def shards(self, length: int) -> SequenceShards:
         """Return the division of sequences of ``length`` positions."""
@@ -439,6 +439,10 @@ class SequenceAttention:
             StrategyError: a request that is impossible here; the message begins with ``source``.
         """
         return self._attend(query, key, value, mask, scale, dropout, source)
+
+    def end(self) -> None:
+        """Let go of what belongs to the forwards of an update or evaluation."""
+        self.length, self.masks = None, BatchMasks()
 
     def stay_uncompiled(self) -> None:
         """Let a compiled model call this as it is: each of its messages and tiles would be compiled for itself."""
@@ -502,12 +506,3 @@ class SequenceAttention:
     def own(self, whole: Tensor) -> Tensor:
         """Return what this process has of a tensor with all positions along its last dimension."""
         return self.shards(whole.shape[-1]).cut(whole, -1, self.index)
-
-    def add_to_masks(self, keys: Tensor | None = None, documents: Tensor | None = None) -> None:
-        """Set what the batch of the forward that is running adds to its masks, see Mask."""
-        self._added = keys, documents
-        self._masks = {}
-
-    def mask(self, rule: Rule) -> Mask:
-        """Return the mask of a rule, with what the batch adds to it; one for all layers, so that what it keeps is made once."""
-        return self._masks.setdefault(rule, Mask(rule, *self._added))

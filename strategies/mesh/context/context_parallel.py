@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,13 +16,13 @@ from ....core.device.precision import running_statistics
 from ....core.hugging_face.transformers_private import pretrained_models
 from ....core.model.base_model import class_name, overrides
 from ....core.model.token_counts import takes_number_of_items
-from ....core.torch_compat.torch_private import has_values, is_compiled
+from ....core.torch_compat.torch_private import has_values, is_compiled, repeating_in
 from ...base import NOTHING, EvalStep, Optim, TrainStep
 from ..axis import Axis, CheckWindow, Evaluate, RunWindow
 from .attention import SequenceAttention
 from .batches import CutBatch, SequenceBatches, gather_outputs
 from .comparison import OneProcessComparison
-from .transformers import Interception, TransformersModel
+from .transformers import Interception, Repetition, TransformersModel
 
 # Checks of models that sequences are to be cut for, before anything is changed.
 
@@ -214,7 +214,7 @@ class Context(Axis):
                 with _repeating():
                     self._comparison.of_training(window[0], step)
             finally:
-                self._attention.length = None
+                self._attention.end()
             self._compared()
         inner(window, step)
 
@@ -231,7 +231,7 @@ class Context(Axis):
             with self._attending(), self.own_random_numbers(), _repeating():
                 outputs = inner(window, _Scaled(step, window, factors, self._attention))
         finally:
-            self._attention.length = None
+            self._attention.end()
         return self._averaged(outputs, window)
 
     def evaluate(self, batch: Any, step: EvalStep, inner: Evaluate) -> Any:
@@ -245,7 +245,7 @@ class Context(Axis):
             with self._attending():
                 outputs = inner(batch, step)
         finally:
-            self._attention.length = None
+            self._attention.end()
         return gather_outputs(outputs, batch, self.mesh)
 
     def described(self) -> str:
@@ -253,7 +253,10 @@ class Context(Axis):
         return f"attention over {self.size} shards of each sequence, by {self._kind}"
 
     def _attending(self) -> AbstractContextManager[Any]:
-        return self._interception.everywhere() if self._intercepts else NOTHING
+        if self._intercepts:
+            return self._interception.everywhere()
+        is_repeated = self.config.activation_checkpointing is not None and not self.config.compile
+        return repeating_in(lambda: (nullcontext(), Repetition(self._attention))) if is_repeated else NOTHING
 
     def _compared(self) -> None:
         # Otherwise all attention goes through transformers' interface, in branches that later batches take too.

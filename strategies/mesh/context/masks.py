@@ -203,6 +203,22 @@ class Mask:
         return found if isinstance(found, Tensor) else None
 
 
+class BatchMasks:
+    """The masks of a forward.
+
+    Args:
+        keys, documents: what its batch adds to them, see Mask.
+    """
+
+    def __init__(self, keys: Tensor | None = None, documents: Tensor | None = None) -> None:
+        self._added = keys, documents
+        self._made: dict[Rule, Mask] = {}
+
+    def of(self, rule: Rule) -> Mask:
+        """Return the mask of a rule; one for all layers, so that what it keeps is made once."""
+        return self._made.setdefault(rule, Mask(rule, *self._added))
+
+
 def _by_rule(rule: Rule, own: Sequence[Span], others: Sequence[Span]) -> Iterator[AttentionBlock]:
     """The blocks of a rule without window, as few as possible."""
     rows, columns = (list(accumulate((stop - start for start, stop in spans), initial=0)) for spans in (own, others))

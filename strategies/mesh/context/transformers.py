@@ -8,7 +8,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from ....core.base.errors import StrategyError
 from ....core.comm.rendezvous import each_process_has
 from ....core.hugging_face.transformers_private import attention_implementation
-from ....core.torch_compat.torch_private import repeating_in, with_values
+from ....core.torch_compat.torch_private import Both, repeating_in, with_values
 from .attention import SequenceAttention
-from .masks import CAUSAL, FULL, Mask, Rule
+from .masks import CAUSAL, FULL, BatchMasks, Mask, Rule
 
 NAME = "flextrain_context"
 """The name of this attention in transformers' registries."""
@@ -113,7 +113,7 @@ class TransformersModel:
             numbers = numbers.full_tensor() if isinstance(numbers, DTensor) else numbers
             # See SequenceBatches: documents have numbers from 1, otherwise the mask is of bool.
             added = {"keys" if numbers.dtype == torch.bool else "documents": numbers}
-        attention.add_to_masks(**added)
+        attention.masks = BatchMasks(**added)
         given = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         # Without a mask transformers takes positions that do not follow each other for several documents.
         ones = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device)
@@ -147,6 +147,23 @@ class TransformersModel:
             return self._loss(logits, labels, *args, **kwargs)
         finally:
             self.is_in_loss = False
+
+
+class Repetition(AbstractContextManager[None]):
+    """Context in which backward repeats a forward that ran when this was made: with its masks, which another may have replaced."""
+
+    def __init__(self, attention: SequenceAttention) -> None:
+        self._attention, self._masks = attention, attention.masks
+        self._outside: list[BatchMasks] = []
+
+    def __enter__(self) -> None:
+        self._outside.append(self._attention.masks)
+        self._attention.masks = self._masks
+        _running.append(self._attention)
+
+    def __exit__(self, *_: object) -> None:
+        _running.pop()
+        self._attention.masks = self._outside.pop()
 
 
 def shifts_labels(loss: Callable[..., Any], model: Any) -> bool:
@@ -220,7 +237,7 @@ def rule_of(function: Callable[..., Tensor], window: int | None) -> Rule:
 
 def _mask(*args: Any, mask_function: Any = None, local_size: int | None = None, **kwargs: Any) -> Mask:
     """What transformers asks for in place of a mask tensor; attention layers get it as it is."""
-    return _running[-1].mask(rule_of(mask_function, local_size))
+    return _running[-1].masks.of(rule_of(mask_function, local_size))
 
 
 def _attend(
@@ -245,7 +262,7 @@ def _attend(
     mask = attention_mask
     if mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        mask = attention.mask(CAUSAL if causal else FULL)
+        mask = attention.masks.of(CAUSAL if causal else FULL)
     elif not isinstance(mask, Mask):
         raise StrategyError(f"{name}: has a mask of its own, of type {type(mask).__name__}, which cp does not have")
     found = attention(query, key, value, mask, scaling, dropout, name)
@@ -301,7 +318,7 @@ class Interception(TorchFunctionMode):
     @contextmanager
     def everywhere(self) -> Iterator[None]:
         """Context with this mode, also where backward repeats forward for activation checkpointing."""
-        with repeating_in(lambda: (nullcontext(), self)), self:
+        with repeating_in(lambda: (nullcontext(), Both(Repetition(self._attention), self))), self:
             yield
 
     def __torch_function__(

@@ -256,14 +256,15 @@ class _LocalLinear(_Planned):
     def _by_columns(self, input: Tensor) -> Tensor:
         self._local.open.append(self._name)
         module = self._module
-        return cast(Tensor, _Linear.apply(self._local.taken(input), module.weight, module.bias, None))
+        output: Tensor = _Linear.apply(self._local.taken(input), module.weight, module.bias, None)
+        return output
 
     def _by_rows(self, input: Tensor) -> Tensor:
         local, module = self._local, self._module
         if local.seen is not None:
             shard = DTensor.from_local(input.detach(), local.mesh, (Shard(input.ndim - 1),), run_check=False)
             local.seen.append((f"the input of {self._name}", _whole(shard)))
-        output = cast(Tensor, _Linear.apply(input, module.weight, module.bias, local.group))
+        output: Tensor = _Linear.apply(input, module.weight, module.bias, local.group)
         if local.seen is not None:
             local.seen.append((self._name, output.detach()))
         local.close()
@@ -288,20 +289,27 @@ class _Linear(torch.autograd.Function):
         return found if added is None else found.add_(added)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        with without_function_modes():
-            input, own = ctx.saved_tensors
-            needs, of_input, of_weight, of_bias = ctx.needs_input_grad, None, None, None
-            flat = gradient if gradient.ndim == 2 else gradient.reshape(-1, gradient.shape[-1])
-            if needs[0]:
-                of_input = (gradient @ own).to(ctx.dtype)
-            if needs[1]:
-                rows = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
-                of_weight = gradient_of(ctx.weight, (flat.T @ rows).to(ctx.weight.dtype))
-            if needs[2]:
-                of_bias = gradient_of(ctx.bias, flat.sum(0).to(ctx.bias.dtype))
-            return of_input, of_weight, of_bias, None
+        # Where no graph is asked for, which is nearly always, contexts that turn it off only cost time.
+        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, gradient)
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> Any:
+    with without_function_modes():
+        input, own = ctx.saved_tensors
+        needs, of_input, of_weight, of_bias = ctx.needs_input_grad, None, None, None
+        flat = gradient if gradient.ndim == 2 else gradient.reshape(-1, gradient.shape[-1])
+        if needs[0]:
+            of_input = (gradient @ own).to(ctx.dtype)
+        if needs[1]:
+            rows = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
+            of_weight = gradient_of(ctx.weight, (flat.T @ rows).to(ctx.weight.dtype))
+        if needs[2]:
+            of_bias = gradient_of(ctx.bias, flat.sum(0).to(ctx.bias.dtype))
+        return of_input, of_weight, of_bias, None
+
+
+_gradients_once = once_differentiable(_gradients)
 
 
 def _whole(tensor: Tensor) -> Tensor:

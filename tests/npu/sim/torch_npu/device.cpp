@@ -240,6 +240,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto n_args = schema.arguments().size();
   const auto first = stack->size() - n_args;
   bool gives_sizes = needs_sizes_from_device(schema.name());
+  if (schema.name() == "aten::repeat_interleave") gives_sizes = stack->back().isNone();  // else output_size says it
   Uses uses;
   bool is_view = false, is_write = false;  // of the argument that is looked at
   std::vector<Tensor> seen;  // NPU tensors in, with their CPU views in `views`
