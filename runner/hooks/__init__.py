@@ -7,6 +7,7 @@ from typing import Any
 from .checkpoint import CheckpointHook
 from .early_stopping import EarlyStoppingHook, PruningHook
 from .ema import EMAHook, TeacherHook
+from .expert_bias import ExpertBiasHook
 from .hook import POINTS, Hook, HookDispatcher, Priority, get_priority
 from .logger import LoggerHook
 from .nonfinite import NonFiniteHook
@@ -41,6 +42,7 @@ __all__ = [
     "EMAHook",
     "EarlyStoppingHook",
     "EmptyCacheHook",
+    "ExpertBiasHook",
     "Hook",
     "HookDispatcher",
     "IterTimerHook",

@@ -1,0 +1,253 @@
+"""ExpertBiasHook: the bias follows the loads of all tokens, each counted once, under every strategy; what is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flextrain import ConfigError, StrategyError
+from flextrain.core.checkpoint import Checkpoint
+from flextrain.core.hugging_face.transformers_private import biased_routers
+from flextrain.testing import WorkerGroup
+
+from ..mesh.models import MATRICES, VOCABULARY
+from ..mesh.parity import dtype_of
+from . import balanced
+from .balanced import EXPERTS, PLAN, Balanced, Router, joined, model, settings, tokens, trained
+from .training import At, make_runner, refuses, validation
+
+pytestmark = pytest.mark.usefixtures("quick")
+FULL = pytest.mark.full
+
+
+def by_hand(accumulate: int, updates: int = 6, size: int = 8) -> balanced.Found:
+    """The same run, in a loop that shares no code with the hook."""
+    loads, biases, samples = [], [], tokens(24)
+    with dtype_of(torch.float64):
+        net = model()
+    optim = torch.optim.SGD(net.parameters(), lr=0.1)
+    routers = {name: part for name, part in net.named_modules() if isinstance(part, Router)}
+    chosen: dict[str, list[int]] = {}
+    for name, router in routers.items():
+        router.register_forward_hook(lambda _, __, out, name=name: chosen[name].extend(out[1].flatten().tolist()))
+    size //= accumulate
+    for update in range(updates):
+        chosen |= {name: [] for name in routers}
+        for index in range(accumulate):
+            first = (update * accumulate + index) * size % len(samples)
+            batch = samples[first : first + size]
+            stacked = {key: torch.stack([one[key] for one in batch]) for key in batch[0]}
+            (net(**stacked)["loss"] / accumulate).backward()
+        optim.step()
+        optim.zero_grad()
+        loads.append({name: [ids.count(expert) for expert in range(EXPERTS)] for name, ids in chosen.items()})
+        for name, router in routers.items():
+            load = loads[-1][name]
+            for expert in range(EXPERTS):
+                mean = sum(load) / EXPERTS
+                step = 0.05 if load[expert] < mean else -0.05 if load[expert] > mean else 0.0
+                router.expert_bias[expert] += torch.tensor(step, dtype=torch.float32)
+        biases.append({f"{name}.expert_bias": router.expert_bias.tolist() for name, router in routers.items()})
+    return loads, biases
+
+
+def in_order(accumulate: int = 1, shards: int = 1) -> dict[str, Any]:
+    loader = dict(batch_size=8 // accumulate // shards, dataset=tokens(24), collate_fn="default_collate", shuffle=False)
+    optim = dict(optimizer=dict(type="SGD", lr=0.1), accumulative_counts=accumulate)
+    return dict(train_dataloader=loader, optim_wrapper=optim)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_it_is_the_formula(tmp_path: Path, accumulate: int) -> None:
+    found, expected = trained(tmp_path, **in_order(accumulate)), by_hand(accumulate)
+    assert found == expected
+    first, last = expected[0][0]["layers.0.router"], expected[0][-1]["layers.0.router"]
+    assert max(last) < max(first), "the experts are busy more equally"
+
+
+RECOMPUTED: list[Any] = [
+    pytest.param(model, dict(every=1), id="blocks"),
+    pytest.param(model, "matmuls", id="policy", marks=FULL),
+    pytest.param(model, dict(offload=True), id="offloaded", marks=FULL),
+    *(pytest.param(build, None, id=name) for name, build in balanced.repeating.items()),
+]
+
+
+@pytest.mark.parametrize("build, how", RECOMPUTED)
+def test_tokens_that_are_computed_again_count_once(tmp_path: Path, build: Any, how: Any) -> None:
+    strategy = dict(type="SingleDeviceStrategy", device="cpu", activation_checkpointing=how)
+    assert trained(tmp_path, strategy, model=build, **in_order(2)) == by_hand(2)
+
+
+class Validated(nn.Module):
+    """A model that trains while it is validated, as some do by mistake."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = model()
+
+    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "loss") -> Any:
+        self.net.train()
+        ids = x.abs().mul(10).long() % VOCABULARY
+        found = self.net(ids, ids)
+        return found if mode == "loss" else {"index": index, "logits": x[:, :2], "y": y}
+
+
+def test_validation_does_not_count(tmp_path: Path) -> None:
+    given = dict(model=Validated, train_dataloader=None, custom_hooks=[dict(type="ExpertBiasHook", update_speed=0.05)])
+    del given["train_dataloader"]
+    loader = validation()["val_dataloader"] | dict(sampler=dict(type="DefaultSampler", shuffle=False))
+    cfg = dict(by_epoch=False, max_iters=4, val_interval=1)
+    changes = settings(**given) | dict(train_dataloader=loader)
+    runs = []
+    for name, more in (("without", dict(train_cfg=dict(by_epoch=False, max_iters=4))), ("with", validation())):
+        trace = balanced.Trace()
+        with dtype_of(torch.float64):
+            options = {**changes, "train_cfg": cfg, **more}
+            options["custom_hooks"] = [*changes["custom_hooks"], trace]
+            make_runner(tmp_path / name, **options).train()
+        runs.append((trace.loads, trace.biases))
+    assert runs[0] == runs[1]
+
+
+class WithoutItems(nn.Module):
+    """Every second update has no item that counts, and is skipped as after an overflow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.updates = model(), 0
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        return self.net(input_ids, labels)
+
+    def loss_weight(self, data: Any) -> int:
+        self.updates += 1
+        return self.updates % 2
+
+
+def test_a_skipped_update_does_not_move_it(tmp_path: Path) -> None:
+    _, biases = trained(tmp_path, model=WithoutItems, **in_order())
+    assert biases[0] == biases[1] != biases[2] == biases[3]
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = model()
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Any:
+        return self.net(input_ids, labels)
+
+
+def masked(kept: int) -> list[dict[str, Tensor]]:
+    return [{**one, "attention_mask": (torch.arange(len(one["labels"])) < kept).long()} for one in tokens(24)]
+
+
+def test_padding_does_not_count(tmp_path: Path) -> None:
+    loader = dict(batch_size=8, dataset=masked(5), collate_fn="default_collate")
+    loads, _ = trained(tmp_path / "some", model=Masked, train_dataloader=loader)
+    assert {sum(row) for one in loads for row in one.values()} == {8 * 5 * 2}
+    hooks = [dict(type="ExpertBiasHook", mask=None)]
+    loads, _ = trained(tmp_path / "all", model=Masked, train_dataloader=loader, custom_hooks=hooks)
+    assert {sum(row) for one in loads for row in one.values()} == {8 * 16 * 2}
+
+
+class Dropping(Router):
+    """Has room for half of the tokens that want its first expert."""
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = super().forward(tokens)
+        is_dropped = (ids == 0) & (torch.arange(len(ids)) % 2 == 0).unsqueeze(1)
+        return weights.masked_fill(is_dropped, 0), ids.masked_fill(is_dropped, -1)
+
+
+class DroppingBlock(Balanced):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__(width, heads, dropout)
+        self.router = Dropping(width)
+
+
+def test_the_log_has_loads_and_what_was_dropped(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, **settings(model=partial(model, DroppingBlock)))
+    runner.train()
+    hook = next(hook for hook in runner.hooks if type(hook).__name__ == "ExpertBiasHook")
+    loads = torch.stack([*hook.loads.values()]).double()
+    worst = (loads.amax(1) / loads.mean(1)).max()
+    hub = runner.message_hub
+    assert hub.get_scalar("train/load_max_over_mean").current() == pytest.approx(float(worst))
+    dropped = 1 - loads.sum() / (2 * 8 * 16 * 2)
+    assert 0 < dropped < 0.5
+    assert hub.get_scalar("train/dropped_tokens").current() == pytest.approx(float(dropped))
+
+
+def test_it_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, **settings())
+    trained_module = runner.train()
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in trained_module.modules())
+
+
+@pytest.mark.parametrize("build", [model, *balanced.repeating.values()])
+def test_compiled(tmp_path: Path, build: Any) -> None:
+    plain = trained(tmp_path / "plain", model=build, **in_order())
+    assert trained(tmp_path / "compiled", model=build, compile=dict(backend="eager"), **in_order()) == plain
+
+
+# Checkpoints
+
+
+def saving(folder: Path, strategy: Any, epochs: int, shards: int = 1, **changes: Any) -> balanced.Found:
+    hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1))
+    cfg = dict(by_epoch=True, max_epochs=epochs)
+    return trained(folder, strategy, default_hooks=hooks, train_cfg=cfg, **in_order(1, shards), **changes)
+
+
+@pytest.mark.distributed
+def test_a_run_goes_on_on_another_layout(tmp_path: Path, workers2: WorkerGroup) -> None:
+    whole = saving(tmp_path / "whole", None, 2)
+    workers2.run(saving, tmp_path / "first", dict(type="MeshStrategy", ep=2, plan=PLAN), 1, 2)
+    saved = torch.empty(EXPERTS)
+    Checkpoint.open(tmp_path / "first" / "epoch_1").load({"model.layers.1.router.expert_bias": saved})
+    assert saved.tolist() == whole[1][2]["layers.1.router.expert_bias"]
+    loads, biases = saving(tmp_path / "again", None, 2, resume=str(tmp_path / "first" / "epoch_1"))
+    assert (loads, biases) == (whole[0][3:], whole[1][3:])
+
+
+# Several processes
+
+MESH = dict(type="MeshStrategy")
+CASES: list[Any] = [
+    pytest.param(2, dict(type="DDPStrategy"), 2, id="ddp"),
+    pytest.param(2, dict(type="FSDPStrategy", wrap="blocks"), 2, id="fsdp"),
+    pytest.param(2, MESH | dict(ep=2, plan=PLAN), 2, id="ep2"),
+    pytest.param(2, MESH | dict(pp=2), 1, id="pp2"),
+    pytest.param(2, MESH | dict(tp=2, plan=MATRICES), 1, id="tp2", marks=FULL),
+    pytest.param(2, MESH | dict(ep=2, tp=2, plan=PLAN | MATRICES), 1, id="ep2xtp2", marks=FULL),
+    pytest.param(2, MESH | dict(cp=2), 1, id="cp2", marks=FULL),
+    pytest.param(4, MESH | dict(ep=2, pp=2, plan=PLAN), 2, id="ep2xpp2", marks=FULL),
+    pytest.param(4, MESH | dict(ep=4, cp=2, tp=2, plan=PLAN | MATRICES), 1, id="ep4xcp2xtp2", marks=FULL),
+    pytest.param(4, MESH | dict(dp_replicate=2, ep=2, plan=PLAN), 4, id="hsdp", marks=FULL),
+    pytest.param(2, MESH | dict(ep=2, plan=PLAN, activation_checkpointing=dict(every=1)), 2, id="ep2-recomputed"),
+    pytest.param(
+        2, MESH | dict(pp=2, activation_checkpointing=dict(every=1)), 1, id="pp2-recomputed", marks=FULL
+    ),
+    pytest.param(
+        2,
+        dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=3)),
+        2,
+        id="zero3",
+        marks=[FULL, pytest.mark.deepspeed],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size, strategy, shards", CASES)
+def test_parity(tmp_path: Path, workers: Any, world_size: int, strategy: dict[str, Any], shards: int) -> None:
+    everyones = workers(world_size).run(trained, tmp_path, strategy, **in_order(2, shards))
+    assert joined(everyones) == by_hand(2)
