@@ -10,6 +10,7 @@ from .ema import EMAHook, TeacherHook
 from .expert_bias import ExpertBiasHook
 from .hook import POINTS, Hook, HookDispatcher, Priority, get_priority
 from .logger import LoggerHook
+from .loss_spike import LossSpikeHook
 from .nonfinite import NonFiniteHook
 from .profiler import ProfilerHook
 from .runtime_info import IterTimerHook, RuntimeInfoHook
@@ -47,6 +48,7 @@ __all__ = [
     "HookDispatcher",
     "IterTimerHook",
     "LoggerHook",
+    "LossSpikeHook",
     "NonFiniteHook",
     "ParamSchedulerHook",
     "PrepareTTAHook",
