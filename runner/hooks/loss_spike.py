@@ -45,24 +45,41 @@ class SpikeDetector:
 
     def __init__(self, window: int, threshold: float, patience: int) -> None:
         self._threshold, self._patience = threshold, patience
+        self.tolerates_nonfinite = False
+        """True if losses that are not finite belong to updates that were left out."""
         self.normal: deque[float] = deque(maxlen=window)
         """The losses to compare with, oldest first."""
         self.high: list[float] = []
         """The newest losses that are too high, but not yet a spike."""
+        self.since = 0
+        """The update of the first of these."""
 
-    def find(self, losses: Sequence[float]) -> int | None:
-        """Return how many of ``losses``, oldest first, come before a spike, negative if it began in an earlier call; None: no spike."""
-        for number, loss in enumerate(losses):
+    def find(self, losses: Sequence[float], first: int) -> int | None:
+        """Return the update with which a spike begins, which may be before ``first``; None: there is none.
+
+        Args:
+            losses: those since the last call, oldest first.
+            first: the update of the first of them.
+        """
+        for update, loss in enumerate(losses, first):
             if not math.isfinite(loss):
-                return number - len(self.high)
+                if self.tolerates_nonfinite:
+                    continue
+                return self.since if self.high else update
             if loss > self.limit():
+                self.since = self.since if self.high else update
                 self.high.append(loss)
                 if len(self.high) == self._patience:
-                    return number + 1 - len(self.high)
+                    return self.since
             else:
-                self.normal += [*self.high, loss]
-                self.high = []
+                self.take_high()
+                self.normal.append(loss)
         return None
+
+    def take_high(self) -> None:
+        """Count the losses that were too high among the others: they were no spike."""
+        self.normal += self.high
+        self.high = []
 
     def limit(self) -> float:
         """Return the highest loss that is not too high."""
@@ -133,11 +150,11 @@ class LossSpikeHook(Hook):
             raise ConfigError(f"LossSpikeHook.threshold: {threshold!r} is not allowed, give a number above 0")
         self.window, self.threshold, self.patience = window, float(threshold), patience
         self.margin, self.times, self.interval = margin, times, interval
-        self._detector = SpikeDetector(window, self.threshold, patience)
+        self._detector = self._new_detector()
         self._interval = 50
         self._looked: int | None = None  # updates done at the last look
         self._went_back = 0
-        self._skips = self._has_warned = False
+        self._has_warned = False
 
     def before_train(self, runner: Run) -> None:
         """Begin to look from here on, or from where the checkpoint had looked last.
@@ -148,7 +165,7 @@ class LossSpikeHook(Hook):
         lines = [hook.interval for hook in runner.hooks if isinstance(hook, LoggerHook)]
         self._interval = self.interval or min(lines, default=50)
         self._check_saves(runner)
-        self._skips = runner.options.env_cfg.nonfinite == "skip"
+        self._detector.tolerates_nonfinite = runner.options.env_cfg.nonfinite == "skip"
         if self._looked is None:
             self._looked = runner.iter
         # Values before the last look are not needed, and a save may come up to one update before the next.
@@ -182,12 +199,10 @@ class LossSpikeHook(Hook):
             raise ConfigError("LossSpikeHook: the model gives no loss to compare, return it as \"loss\"")
         own = [float(value) for value in reversed(hub.log_scalars[AVERAGED].newest(new))]
         losses = broadcast_object(own)  # sums over processes may be rounded in other ways
-        if self._skips:
-            losses = [loss for loss in losses if math.isfinite(loss)]
         limit = self._detector.limit()
-        before = self._detector.find(losses)
-        if before is not None:
-            self._go_back(runner, done - len(losses) + before + 1, max(losses, key=_height), limit)
+        began = self._detector.find(losses, done - len(losses) + 1)
+        if began is not None:
+            self._go_back(runner, began, max(losses, key=_height), limit)
 
     def _go_back(self, runner: Run, began: int, highest: float, limit: float) -> None:
         """Go back to a checkpoint from before the update ``began``.
@@ -210,12 +225,11 @@ class LossSpikeHook(Hook):
                 runner.logger.warning(
                     f"{what}; there is no checkpoint of at most {max(latest, 0)} updates to go back to, training goes on"
                 )
-            self._detector.normal += [loss for loss in self._detector.high if math.isfinite(loss)]
-            self._detector.high = []
+            self._detector.take_high()
             return
         self._went_back += 1
-        # What a checkpoint has of this hook is loaded; one of a run without this hook has nothing.
-        self._looked, self._detector = None, SpikeDetector(self.window, self.threshold, self.patience)
+        # What the checkpoint has of this hook is loaded; one of a run without this hook has nothing.
+        self._looked, self._detector = None, self._new_detector()
         raise GoBack(as_path(found), f"{what}, {self._went_back} of {self.times} times that a run may go back")
 
     def _check_saves(self, runner: Run) -> None:
@@ -240,6 +254,9 @@ class LossSpikeHook(Hook):
                 f"looked, give {needed} or more"
             )
 
+    def _new_detector(self) -> SpikeDetector:
+        return SpikeDetector(self.window, self.threshold, self.patience)
+
     # State
 
     def state_dict(self) -> dict[str, Any]:
@@ -249,15 +266,16 @@ class LossSpikeHook(Hook):
             "looked": self._looked,
             "normal": list(detector.normal),
             "high": list(detector.high),
+            "since": detector.since,
             "went_back": self._went_back,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict``; going back is not forgotten by going back."""
         self._looked = state["looked"]
-        self._detector = SpikeDetector(self.window, self.threshold, self.patience)
+        self._detector = self._new_detector()
         self._detector.normal.extend(state["normal"])
-        self._detector.high = list(state["high"])
+        self._detector.high, self._detector.since = list(state["high"]), state["since"]
         self._went_back = max(self._went_back, state["went_back"])
 
 
