@@ -17,6 +17,7 @@ from ...core.base.registry import HOOKS
 from ...core.comm.agreement import gather_differing, raising_together
 from ...core.comm.collectives import all_reduce
 from ...core.hugging_face.transformers_private import biased_routers, pretrained_models
+from ...core.model.module_state import tensor_names
 from ...core.torch_compat.dtensor_private import in_backward
 from ...core.torch_compat.torch_private import has_values
 from ...strategies.parts import averaged_over, computed_with, left_out, take_written
@@ -125,8 +126,8 @@ def choice_in(output: Any) -> Tensor:
     Raises:
         ConfigError: there is none, or there are several.
     """
-    parts: Iterable[Any] = output.values() if isinstance(output, Mapping) else output
-    found = [part for part in ([output] if isinstance(output, Tensor) else parts) if _is_integer(part)]
+    parts: Iterable[Any] = output if isinstance(output, (tuple, list)) else [output]
+    found = [part for part in (output.values() if isinstance(output, Mapping) else parts) if _is_integer(part)]
     if len(found) != 1:
         raise ConfigError(
             f"its output has {len(found) or 'no'} {'tensors' if len(found) > 1 else 'tensor'} of integers; return the chosen "
@@ -344,7 +345,7 @@ class ExpertBiasHook(Hook):
                 biases[name], choices[name] = own, self.choice or choice_in
         buffers, parameters = dict(module.named_buffers()), computed_with(strategy)
         trained = {name for name, parameter in strategy.parameters() if parameter.requires_grad}
-        found = []
+        found, saved = [], tensor_names(module)
         for name, bias_name in biases.items():
             if bias_name in trained:
                 raise ConfigError(
@@ -355,6 +356,8 @@ class ExpertBiasHook(Hook):
                     f"strategy.exclude_frozen_parameters: leaves {bias_name} out of checkpoints, but it changes in training, see "
                     "ExpertBiasHook; give False"
                 )
+            if bias_name not in saved:
+                raise ConfigError(f"ExpertBiasHook.bias: {bias_name} is in no checkpoint, register it with persistent=True")
             is_parameter = bias_name not in buffers
             bias = parameters[bias_name] if is_parameter else buffers[bias_name]
             found.append(_Router(name, modules[name], bias_name, bias, choices[name], is_parameter))

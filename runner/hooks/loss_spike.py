@@ -46,7 +46,7 @@ class SpikeDetector:
     def __init__(self, window: int, threshold: float, patience: int) -> None:
         self._threshold, self._patience = threshold, patience
         self.tolerates_nonfinite = False
-        """True if losses that are not finite belong to updates that were left out."""
+        """True if somebody else sees to losses that are not finite."""
         self.normal: deque[float] = deque(maxlen=window)
         """The losses to compare with, oldest first."""
         self.high: list[float] = []
@@ -97,8 +97,8 @@ class LossSpikeHook(Hook):
 
     A loss, the mean over all processes, is too high if it is more than ``threshold`` deviations above the median of the last
     ``window`` ones; the deviation is 1.4826 times the median distance from the median. ``patience`` of them in a row are a spike. So is
-    one that is NaN or infinite, unless ``env_cfg=dict(nonfinite=...)`` is "raise", which comes first, or "skip", which has left that
-    update out. Losses are read and judged every ``interval`` updates, which is when the host waits for the device; all processes do what
+    one that is NaN or infinite, unless ``env_cfg=dict(nonfinite=...)`` is "raise", which ends the run, or "skip", which has left that update
+    out. Losses are read and judged every ``interval`` updates, which is when the host waits for the device; all processes do what
     rank 0 decides.
 
     A checkpoint is good if the losses of the ``margin`` updates after it were no part of the spike. Training goes on from the newest of
@@ -124,7 +124,7 @@ class LossSpikeHook(Hook):
     Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, section 5.1.
     """
 
-    priority = 80  # after NonFiniteHook, before checkpoints are saved
+    priority = 65  # after the logger; before NonFiniteHook, which expects new values at the update that reads them
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class LossSpikeHook(Hook):
         lines = [hook.interval for hook in runner.hooks if isinstance(hook, LoggerHook)]
         self._interval = self.interval or min(lines, default=50)
         self._check_saves(runner)
-        self._detector.tolerates_nonfinite = runner.options.env_cfg.nonfinite == "skip"
+        self._detector.tolerates_nonfinite = runner.options.env_cfg.nonfinite in ("raise", "skip")
         if self._looked is None:
             self._looked = runner.iter
         # Values before the last look are not needed, and a save may come up to one update before the next.
@@ -218,6 +218,7 @@ class LossSpikeHook(Hook):
                 "data or clip_grad may help"
             )
         latest = began - 1 - self.margin
+        runner.finish_saving()
         found = told_by_rank_0(lambda: _as_text(newest_until(runner, latest)))
         if found is None:
             if not self._has_warned:

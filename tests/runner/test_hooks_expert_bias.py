@@ -20,7 +20,7 @@ from ..mesh.models import MATRICES, VOCABULARY
 from ..mesh.parity import dtype_of
 from . import balanced
 from .balanced import EXPERTS, PLAN, Balanced, Router, joined, model, settings, tokens, trained
-from .training import At, make_runner, refuses, validation
+from .training import make_runner, refuses, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 FULL = pytest.mark.full
@@ -224,7 +224,7 @@ MESH = dict(type="MeshStrategy")
 CASES: list[Any] = [
     pytest.param(2, dict(type="DDPStrategy"), 2, id="ddp"),
     pytest.param(2, dict(type="FSDPStrategy", wrap="blocks"), 2, id="fsdp"),
-    pytest.param(2, MESH | dict(ep=2, plan=PLAN), 2, id="ep2"),
+    pytest.param(2, MESH | dict(ep=2, plan=PLAN), 2, id="ep2", marks=FULL),
     pytest.param(2, MESH | dict(pp=2), 1, id="pp2"),
     pytest.param(2, MESH | dict(tp=2, plan=MATRICES), 1, id="tp2", marks=FULL),
     pytest.param(2, MESH | dict(ep=2, tp=2, plan=PLAN | MATRICES), 1, id="ep2xtp2", marks=FULL),
@@ -236,13 +236,7 @@ CASES: list[Any] = [
     pytest.param(
         2, MESH | dict(pp=2, activation_checkpointing=dict(every=1)), 1, id="pp2-recomputed", marks=FULL
     ),
-    pytest.param(
-        2,
-        dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=3)),
-        2,
-        id="zero3",
-        marks=[FULL, pytest.mark.deepspeed],
-    ),
+    pytest.param(2, MESH | dict(tp=2, plan=MATRICES, sequence_parallel=True), 1, id="tp2-sequence", marks=FULL),
 ]  # fmt: skip
 
 
@@ -251,3 +245,181 @@ CASES: list[Any] = [
 def test_parity(tmp_path: Path, workers: Any, world_size: int, strategy: dict[str, Any], shards: int) -> None:
     everyones = workers(world_size).run(trained, tmp_path, strategy, **in_order(2, shards))
     assert joined(everyones) == by_hand(2)
+
+
+def in_float32(folder: Path, strategy: Any, shards: int) -> balanced.Found:
+    return trained(folder, strategy, model=as_float, **in_order(2, shards))
+
+
+def as_float() -> nn.Module:
+    return model().float()
+
+
+@pytest.mark.full
+@pytest.mark.deepspeed
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed(tmp_path: Path, workers2: WorkerGroup, stage: int) -> None:
+    strategy = dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=stage))
+    assert joined(workers2.run(in_float32, tmp_path / "two", strategy, 2)) == in_float32(tmp_path / "one", None, 1)
+
+
+# Models of transformers
+
+COMMON = dict(
+    vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=32, intermediate_size=32, moe_intermediate_size=16, num_experts_per_tok=2, pad_token_id=0,
+)  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "DeepseekV3": dict(
+        n_routed_experts=4, n_group=2, topk_group=2, first_k_dense_replace=1, num_key_value_heads=4, q_lora_rank=8,
+        kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
+    ),
+    "Glm4Moe": dict(n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=0, head_dim=8),
+    "Ernie4_5_Moe": dict(
+        moe_num_experts=4, moe_k=2, moe_layer_start_index=0, moe_layer_interval=1, moe_num_shared_experts=1
+    ),
+    "Lfm2Moe": dict(num_experts=4, num_dense_layers=1, layer_types=["full_attention", "full_attention"]),
+    "Afmoe": dict(num_experts=4, num_dense_layers=0, num_shared_experts=1, head_dim=8),
+}  # fmt: skip
+
+
+def of_transformers(family: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config", None)
+    if config is None:
+        pytest.skip(f"this transformers has no {family}")
+    torch.manual_seed(3)
+    net = getattr(transformers, f"{family}ForCausalLM")(config(**{**COMMON, **FAMILIES[family]}))
+    net.set_experts_implementation("eager")
+    net.config.use_cache = False
+    return net  # type: ignore[no-any-return]
+
+
+def family_trained(folder: Path, family: str, strategy: Any, shards: int) -> balanced.Found:
+    samples = [{**one, "attention_mask": (torch.arange(16) < 12).long()} for one in tokens(24, "mixtral")]
+    given = in_order(2, shards)
+    given["train_dataloader"]["dataset"] = samples
+    trace = balanced.Trace()
+    options = settings(strategy, model=partial(of_transformers, family), **given)
+    options["custom_hooks"] += [trace]
+    runner = make_runner(folder, **options)
+    runner.train()
+    runner.close()
+    return trace.loads, trace.biases
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[FULL] * (name not in ("DeepseekV3", "Ernie4_5_Moe"))) for name in FAMILIES]
+)
+def test_models_of_transformers(tmp_path: Path, family: str) -> None:
+    """In the router, inside of it, and around it; as buffer and as frozen parameter."""
+    loads, biases = family_trained(tmp_path, family, None, 1)
+    routers = biased_routers(of_transformers(family))
+    assert loads[0].keys() == routers.keys()
+    assert {sum(row) for one in loads for row in one.values()} == {8 * 12 * 2}, "without padding"
+    assert {*routers.values()} == biases[0].keys()
+    for name, bias in routers.items():
+        before = [0.0] * 4
+        for update in range(6):
+            load = loads[update][name]
+            mean = sum(load) / 4
+            steps = [torch.tensor(0.05 * ((count < mean) - (count > mean))) for count in load]
+            before = [float(torch.tensor(old) + step) for old, step in zip(before, steps, strict=True)]
+            assert biases[update][bias] == before
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize("family", ["DeepseekV3", "Ernie4_5_Moe"])
+@pytest.mark.parametrize("strategy", [dict(type="FSDPStrategy", wrap="blocks"), MESH | dict(ep=2, wrap="blocks")])
+def test_families_on_two_processes(
+    tmp_path: Path, workers2: WorkerGroup, family: str, strategy: dict[str, Any]
+) -> None:
+    two = joined(workers2.run(family_trained, tmp_path / "two", family, strategy, 2))
+    assert two == family_trained(tmp_path / "one", family, None, 1)
+
+
+# What is refused
+
+
+def with_bias(bias: Any, name: str = "expert_bias") -> nn.Module:
+    net = model()
+    for layer in net.layers:  # type: ignore[union-attr]
+        del layer.router.expert_bias
+        setattr(layer.router, name, bias())
+    return net
+
+
+class Silent(Router):
+    def forward(self, tokens: Tensor) -> Any:
+        weights, ids = super().forward(tokens)
+        return weights, functional.one_hot(ids, EXPERTS).double()
+
+
+class SilentBlock(Balanced):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__(width, heads, dropout)
+        self.router = Silent(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.router(self.norm(x).flatten(0, 1))
+        return self.attention(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "says"),
+    [
+        (model, dict(update_speed=-1), "ExpertBiasHook.update_speed: -1 is not allowed, give a number from 0"),
+        (model, dict(update_sped=1), 'unknown key, did you mean "update_speed"'),
+        (model, dict(bias="a.b"), "ExpertBiasHook.bias: 'a.b' is not allowed, give a name"),
+        (model, dict(choice=3), "ExpertBiasHook.choice: 3 is not allowed, give a function"),
+        (model, dict(bias="expert_bios"), 'ExpertBiasHook.bias: no router .* a "expert_bios", did you mean "expert_bias"'),
+        (
+            partial(with_bias, lambda: nn.Parameter(torch.zeros(EXPERTS))),
+            {},
+            r"layers.0.router.expert_bias is trained by the optimizer; make it a buffer",
+        ),
+        (partial(with_bias, lambda: nn.Buffer(torch.zeros(EXPERTS), persistent=False)), {}, "is in no checkpoint"),
+        (partial(model, SilentBlock), {}, "ExpertBiasHook.choice: layers.0.router, its output has no tensor of integers"),
+        (model, dict(choice=lambda output: output[0]), "choice: layers.0.router, choice gave torch.float64, return a tensor"),
+        (Masked, {}, r"ExpertBiasHook.mask: attention_mask has shape \(8, 8\), and net.layers.0.router chooses for 128 tokens"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(tmp_path: Path, build: Any, options: dict[str, Any], says: str) -> None:
+    samples = [{**one, "attention_mask": one["labels"][:8]} for one in tokens(24)] if build is Masked else tokens(24)
+    loader = dict(batch_size=8, dataset=samples, collate_fn="default_collate")
+    with refuses(ConfigError, matches=says):
+        trained(tmp_path, model=build, train_dataloader=loader, custom_hooks=[dict(type="ExpertBiasHook", **options)])
+
+
+def test_half_precision_is_refused(tmp_path: Path) -> None:
+    build = partial(with_bias, lambda: nn.Buffer(torch.zeros(EXPERTS, dtype=torch.bfloat16)))
+    with refuses(StrategyError, says="is bfloat16, in which steps of 0.05 are lost; keep it in float32"):
+        trained(tmp_path, model=build)
+
+
+def test_another_name_and_a_function_for_the_choice(tmp_path: Path) -> None:
+    hooks = [dict(type="ExpertBiasHook", update_speed=0.05, bias="shift_bias", choice=lambda output: output[1])]
+    loads, biases = trained(tmp_path, model=partial(model, Renamed), custom_hooks=hooks, **in_order())
+    expected = by_hand(1)
+    assert loads == expected[0]
+    assert [[*one.values()] for one in biases] == [[*one.values()] for one in expected[1]]
+
+
+class RenamedRouter(Router):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.shift_bias = nn.Buffer(self.expert_bias)
+        del self.expert_bias
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.scores(tokens).sigmoid()
+        ids = (scores.detach() + self.shift_bias).topk(2).indices
+        return scores.gather(1, ids), ids
+
+
+class Renamed(Balanced):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__(width, heads, dropout)
+        self.router = RenamedRouter(width)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from flextrain import ConfigError
-from flextrain.core.base.errors import LossSpikeError
+from flextrain.core.base.errors import LossSpikeError, NonFiniteError
 from flextrain.core.base.events import read_events
 from flextrain.core.checkpoint import Checkpoint, complete_ones, find_latest
 from flextrain.runner.hooks.loss_spike import SpikeDetector
@@ -147,6 +147,14 @@ def test_not_finite(tmp_path: Path, value: float) -> None:
     trained, found = run(tmp_path / "spike", data)
     _, expected = run(tmp_path / "clean", without(data, 160, 220), custom_hooks=[])
     assert differences(found, expected) == []
+
+
+def test_the_hook_of_nan_comes_first_where_it_acts(tmp_path: Path) -> None:
+    data = Poisoned(400, BAD, math.nan)
+    with refuses(NonFiniteError, begins="Iteration 53: loss is nan"):
+        run(tmp_path / "raise", data, env_cfg=dict(nonfinite="raise"))
+    trained, _ = run(tmp_path / "skip", data, env_cfg=dict(nonfinite="skip"))
+    assert trained == [[*range(4 * i, 4 * i + 4)] for i in range(80)]
 
 
 def test_a_checkpoint_in_the_bad_stretch_is_not_good(tmp_path: Path) -> None:
