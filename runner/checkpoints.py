@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,8 @@ from .config import check_loading
 from .options import Resume
 from .parts import Parts
 from .resume import run_state
-from .resume.going_back import GoBack, go_back
 from .resume.choose_checkpoint import check_resumable, find_source, find_start
+from .resume.going_back import GoBack, go_back
 from .resume.saver import Saver, check_can_be_saved, export_model
 from .resume.weights import frozen_advice, leaves_out
 
@@ -87,7 +88,7 @@ class Checkpoints:
                 return
             except GoBack as back:
                 self._run.call_hook("on_exception", exception=back)
-                go_back(self._run, back, lambda: self.resume(back.path, Resume()))
+                go_back(self._run, back, partial(self.resume, back.path, Resume()))
 
     def start_evaluation(self) -> None:
         """Load the weights to begin with for a call besides train(), if they were not; train() may still resume."""

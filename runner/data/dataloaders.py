@@ -415,11 +415,14 @@ class TrainData:
 
     def leave_out(self, begin: tuple[int, int], end: tuple[int, int]) -> list[LeftOut]:
         """Jump over the data from one (epoch, place) to another, and return what that is in each epoch."""
-        spans = []
+        spans, whole = [], self.epoch_length
+        if self.splittable is not None:
+            whole = None if self.infinite else self.splittable.num_samples
         for epoch in range(begin[0], end[0] + 1):
             start = begin[1] if epoch == begin[0] else 0
             stop = end[1] if epoch == end[0] else None
-            if stop is None or stop > start:
+            until = whole if stop is None else stop
+            if until is None or start < until:
                 spans.append(LeftOut(epoch=epoch, start=start, stop=stop, counts=self.place_counts))
         self.left_out += spans
         return spans

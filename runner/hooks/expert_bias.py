@@ -357,7 +357,9 @@ class ExpertBiasHook(Hook):
                     "ExpertBiasHook; give False"
                 )
             if bias_name not in saved:
-                raise ConfigError(f"ExpertBiasHook.bias: {bias_name} is in no checkpoint, register it with persistent=True")
+                raise ConfigError(
+                    f"ExpertBiasHook.bias: {bias_name} is in no checkpoint, register it with persistent=True"
+                )
             is_parameter = bias_name not in buffers
             bias = parameters[bias_name] if is_parameter else buffers[bias_name]
             found.append(_Router(name, modules[name], bias_name, bias, choices[name], is_parameter))

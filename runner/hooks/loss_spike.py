@@ -61,23 +61,25 @@ class SpikeDetector:
             losses: those since the last call, oldest first.
             first: the update of the first of them.
         """
+        found = None
         for update, loss in enumerate(losses, first):
+            begins = None
             if not math.isfinite(loss):
-                if self.tolerates_nonfinite:
-                    continue
-                return self.since if self.high else update
-            if loss > self.limit():
+                if not self.tolerates_nonfinite:
+                    begins = self.since if self.high else update
+            elif loss > self.limit():
                 self.since = self.since if self.high else update
-                self.high.append(loss)
-                if len(self.high) == self._patience:
-                    return self.since
+                if len(self.high) <= self._patience:  # more would be a list without end
+                    self.high.append(loss)
+                    begins = self.since if len(self.high) == self._patience else None
             else:
-                self.take_high()
+                self._end()
                 self.normal.append(loss)
-        return None
+            found = begins if found is None else found
+        return found
 
-    def take_high(self) -> None:
-        """Count the losses that were too high among the others: they were no spike."""
+    def _end(self) -> None:
+        """Count the losses that were too high among the others: a normal one has followed."""
         self.normal += self.high
         self.high = []
 
@@ -142,11 +144,13 @@ class LossSpikeHook(Hook):
             if key == "interval" and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < number:
-                raise ConfigError(
-                    f"LossSpikeHook.{key}: {value!r} is not allowed, give an integer of {number} or more"
-                )
+                raise ConfigError(f"LossSpikeHook.{key}: {value!r} is not allowed, give an integer of {number} or more")
         number_given: Any = threshold
-        if isinstance(number_given, bool) or not isinstance(number_given, (int, float)) or not 0 < number_given < math.inf:
+        if (
+            isinstance(number_given, bool)
+            or not isinstance(number_given, (int, float))
+            or not 0 < number_given < math.inf
+        ):
             raise ConfigError(f"LossSpikeHook.threshold: {threshold!r} is not allowed, give a number above 0")
         self.window, self.threshold, self.patience = window, float(threshold), patience
         self.margin, self.times, self.interval = margin, times, interval
@@ -196,7 +200,7 @@ class LossSpikeHook(Hook):
         hub = runner.message_hub
         hub.fetch("train/", reduce=AVERAGED)
         if AVERAGED not in hub.log_scalars:
-            raise ConfigError("LossSpikeHook: the model gives no loss to compare, return it as \"loss\"")
+            raise ConfigError('LossSpikeHook: the model gives no loss to compare, return it as "loss"')
         own = [float(value) for value in reversed(hub.log_scalars[AVERAGED].newest(new))]
         losses = broadcast_object(own)  # sums over processes may be rounded in other ways
         limit = self._detector.limit()
@@ -226,7 +230,6 @@ class LossSpikeHook(Hook):
                 runner.logger.warning(
                     f"{what}; there is no checkpoint of at most {max(latest, 0)} updates to go back to, training goes on"
                 )
-            self._detector.take_high()
             return
         self._went_back += 1
         # What the checkpoint has of this hook is loaded; one of a run without this hook has nothing.

@@ -64,9 +64,13 @@ def go_back(run: Run, back: GoBack, resume: Callable[[], None]) -> None:
     epoch, inner = (now[key] or 0 for key in ("epoch", "inner"))
     spans = data.leave_out((epoch, data.place(epoch, inner)), end)
     words = ", ".join(span.words() for span in spans)
-    run.logger.warning(f"{back.why}; training goes on from {back.path}, iteration {now['iter']}, and leaves out {words}")
+    run.logger.warning(
+        f"{back.why}; training goes on from {back.path}, iteration {now['iter']}, and leaves out {words}"
+    )
     if run.rank == 0:
-        facts = dict(iter=done, back_to=now["iter"], path=str(back.path), left_out=[span.model_dump() for span in spans])
+        facts = dict(
+            iter=done, back_to=now["iter"], path=str(back.path), left_out=[span.model_dump() for span in spans]
+        )
         append_event(run.work_dir, "went_back", **facts, reason=back.why)
 
 
