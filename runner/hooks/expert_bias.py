@@ -262,11 +262,9 @@ class ExpertBiasHook(Hook):
         assert self._loads is not None, "before_train makes it"
         self._run = self._counted = None
         optim = runner.optim_wrapper
-        counts = self._tokens.sum(self._loads.take())
-        if optim is None or optim.last_step.skipped:
-            return
-        self._last = counts
-        self._move(runner, self._loads.directions(counts))
+        self._last = counts = self._tokens.sum(self._loads.take())
+        if optim is not None and not optim.last_step.skipped:
+            self._move(runner, self._loads.directions(counts))
         imbalance, dropped = self._loads.imbalance(counts), self._loads.dropped(counts)
         if (stages := runner.strategy.topology.model) is not None:
             imbalance, dropped = all_reduce(torch.stack([imbalance, dropped]), "max", stages).unbind()
