@@ -403,18 +403,18 @@ class TrainData:
         """Forget where an epoch was resumed, before another checkpoint is."""
         self._origin, self.left_out = (-1, 0, 0), []
 
-    def place(self, epoch: int, window: int) -> int:
+    def lasting_position(self, epoch: int, window: int) -> int:
         """Return a position that stays valid when batches change: in samples, or in updates if the order cannot be split."""
         position = self.position(epoch, window)
         return window if position is None else position
 
     @property
-    def place_counts(self) -> Literal["samples", "updates"]:
-        """What ``place`` counts."""
+    def position_counts(self) -> Literal["samples", "updates"]:
+        """What ``lasting_position`` counts."""
         return "updates" if self.splittable is None else "samples"
 
     def leave_out(self, begin: tuple[int, int], end: tuple[int, int]) -> list[LeftOut]:
-        """Jump over the data from one (epoch, place) to another, and return what that is in each epoch."""
+        """Jump over the data from one (epoch, position) to another, and return what that is in each epoch."""
         spans, whole = [], self.epoch_length
         if self.splittable is not None:
             whole = None if self.infinite else self.splittable.num_samples
@@ -423,19 +423,19 @@ class TrainData:
             stop = end[1] if epoch == end[0] else None
             until = whole if stop is None else stop
             if until is None or start < until:
-                spans.append(LeftOut(epoch=epoch, start=start, stop=stop, counts=self.place_counts))
+                spans.append(LeftOut(epoch=epoch, start=start, stop=stop, counts=self.position_counts))
         self.left_out += spans
         return spans
 
     def go_on_at(self, epoch: int, window: int) -> int | None:
         """Return the window to go on with, after what is left out; None: nothing of the epoch is left."""
-        place = self.place(epoch, window)
+        position = self.lasting_position(epoch, window)
         for span in self.left_out:
-            if span.epoch == epoch and span.start <= place and (span.stop is None or place < span.stop):
+            if span.epoch == epoch and span.start <= position and (span.stop is None or position < span.stop):
                 if span.stop is None:
                     return None
-                place = span.stop
-                window = place if self.splittable is None else self.resume_at(epoch, place)
+                position = span.stop
+                window = position if self.splittable is None else self.resume_at(epoch, position)
         return window
 
     @property

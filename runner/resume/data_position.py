@@ -179,7 +179,7 @@ def _leave_out(data: TrainData, then: DataFacts, loop: Mapping[str, Any], change
     for span in data.left_out:
         is_to_come = span.epoch > loop["epoch"] or (span.epoch == loop["epoch"] and not loop["inner"])
         updates_differ = span.counts == "updates" and any(key in changed for key in _OF_AN_UPDATE)
-        if is_to_come and (span.counts != data.place_counts or updates_differ):
+        if is_to_come and (span.counts != data.position_counts or updates_differ):
             raise CheckpointError(
                 f"is to leave out {span.words()}, which cannot be found with other batches; give the former batch_size, "
                 "accumulative_counts and number of processes"

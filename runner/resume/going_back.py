@@ -56,13 +56,13 @@ def go_back(run: Run, back: GoBack, resume: Callable[[], None]) -> None:
     loop, data = run.train_loop, run.train_loop.data
     left = loop.state_dict()
     epoch, inner, done = (left[key] or 0 for key in ("epoch", "inner", "iter"))
-    end = epoch, data.place(epoch, inner)
+    end = epoch, data.lasting_position(epoch, inner)
     told_by_rank_0(lambda: _remove_later(run, back.path, done))
     data.begin_anew()
     resume()
     now = loop.state_dict()
     epoch, inner = (now[key] or 0 for key in ("epoch", "inner"))
-    spans = data.leave_out((epoch, data.place(epoch, inner)), end)
+    spans = data.leave_out((epoch, data.lasting_position(epoch, inner)), end)
     words = ", ".join(span.words() for span in spans)
     run.logger.warning(
         f"{back.why}; training goes on from {back.path}, iteration {now['iter']}, and leaves out {words}"
