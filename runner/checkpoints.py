@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,12 @@ from .options import Resume
 from .parts import Parts
 from .resume import run_state
 from .resume.choose_checkpoint import check_resumable, find_source, find_start
+from .resume.going_back import GoBack, go_back
 from .resume.saver import Saver, check_can_be_saved, export_model
 from .resume.weights import frozen_advice, leaves_out
 
 if TYPE_CHECKING:
+    from .loops.train import TrainLoop
     from .run import Run
 
 
@@ -76,6 +79,16 @@ class Checkpoints:
         )
         if done >= goal:
             run.logger.info(f"Nothing is left to train: {done} of max_{unit}={goal} are done")
+
+    def train(self, loop: TrainLoop) -> None:
+        """Run the training loop to its end, again from an earlier checkpoint whenever a hook goes back to one."""
+        while True:
+            try:
+                loop.run()
+                return
+            except GoBack as back:
+                self._run.call_hook("on_exception", exception=back)
+                go_back(self._run, back, partial(self.resume, back.path, Resume()))
 
     def start_evaluation(self) -> None:
         """Load the weights to begin with for a call besides train(), if they were not; train() may still resume."""

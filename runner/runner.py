@@ -222,7 +222,7 @@ class FlexibleRunner(RunnerNames):
                     self.strategy.abort_update()
                     loop.is_torn = False
                 with self.oversight.preemption.training(loop), told_progress(self):
-                    loop.run()
+                    self._checkpoints.train(loop)
                     if isinstance(self._ending, NonFiniteError):  # which has failed, whatever it has saved
                         raise self._ending
             self._parts.end_workers()

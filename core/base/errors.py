@@ -261,6 +261,10 @@ class NonFiniteError(FlexTrainError, ArithmeticError):
     """A loss or a gradient norm is NaN or infinite, and ``env_cfg=dict(nonfinite="raise")`` is set."""
 
 
+class LossSpikeError(FlexTrainError, ArithmeticError):
+    """The loss has spiked more often than ``LossSpikeHook`` may go back; every process raises it."""
+
+
 class DivergenceError(FlexTrainError, RuntimeError):
     """Processes that should hold replicas of a tensor hold different values; every process raises it."""
 

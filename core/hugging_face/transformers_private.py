@@ -271,6 +271,30 @@ def _expert_plan(model: Any) -> Mapping[str, str]:
     return found if isinstance(found, Mapping) else {}
 
 
+def biased_routers(model: nn.Module) -> dict[str, str]:
+    """Return the routers that add a bias to their scores before they choose experts, each by name with the name of its bias.
+
+    The choice is the only integer tensor of a router's output. 5.24 has the bias in the router, in the mixture around it, or in
+    a module inside of it. It is a buffer, or a parameter that is not trained.
+    """
+    found: dict[str, str] = {}
+    for prefix, inner in pretrained_models(model).items():
+        names = {f"{prefix}.{name}" if prefix else name: module for name, module in inner.named_modules()}
+        for owner, module in names.items():
+            bias = next((key for key in _ROUTER_BIASES if getattr(module, key, None) is not None), None)
+            if bias is None:
+                continue
+            parent = owner.rpartition(".")[0]
+            near = (owner, parent, *(f"{owner}.{child}" for child, _ in module.named_children()))
+            router = next((name for name in near if name in names and "Router" in type(names[name]).__name__), None)
+            if router is not None:
+                found[router] = f"{owner}.{bias}"
+    return found
+
+
+_ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
+
+
 def apply_tensor_plan(model: Any, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
     """Divide the parameters that a plan names, and make its modules compute on what is left.
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
+from ...core.base.config import Config
 from ...core.base.errors import ConfigError, counted
 from ...core.base.events import heartbeat
 from ...core.base.registry import DATA_SAMPLERS
@@ -177,6 +178,22 @@ def build_dataloader(
     return checks.check_follows_order(DataLoader(dataset, batch_sampler=batch_sampler, **kwargs), where)
 
 
+class LeftOut(Config):
+    """A span of the training data that is not trained on, because training went back and jumps over it."""
+
+    epoch: int
+    start: int
+    stop: int | None
+    """None: the rest of the epoch."""
+    counts: Literal["samples", "updates"]
+    """Samples are counted over all processes; updates where the order cannot be split again."""
+
+    def words(self) -> str:
+        """Return it for a message."""
+        to = "to the end" if self.stop is None else f"to {self.stop}"
+        return f"{self.counts} {self.start} {to} of epoch {self.epoch + 1}"
+
+
 class TrainData:
     """The batches of the training set in accumulation windows, from any position of any epoch.
 
@@ -215,6 +232,8 @@ class TrainData:
         self._has_compared = self._said_length = False
         # An epoch resumed with another window size: its number, one of its windows, and the position of that window.
         self._origin = (-1, 0, 0)
+        self.left_out: list[LeftOut] = []
+        """What is jumped over, in the order of training."""
         self._shard = shard
         self._feed = None if self._reader is not None else Feed(loader, shard)
         self.exact = ExactEpochs.of(self._feed, shard[1])
@@ -378,6 +397,47 @@ class TrainData:
             batches = self.exact.batches_from(position)
         return window + math.ceil(batches / self.accumulate)
 
+    # What is left out
+
+    def begin_anew(self) -> None:
+        """Forget where an epoch was resumed, before another checkpoint is."""
+        self._origin, self.left_out = (-1, 0, 0), []
+
+    def lasting_position(self, epoch: int, window: int) -> int:
+        """Return a position that stays valid when batches change: in samples, or in updates if the order cannot be split."""
+        position = self.position(epoch, window)
+        return window if position is None else position
+
+    @property
+    def position_counts(self) -> Literal["samples", "updates"]:
+        """What ``lasting_position`` counts."""
+        return "updates" if self.splittable is None else "samples"
+
+    def leave_out(self, begin: tuple[int, int], end: tuple[int, int]) -> list[LeftOut]:
+        """Jump over the data from one (epoch, position) to another, and return what that is in each epoch."""
+        spans, whole = [], self.epoch_length
+        if self.splittable is not None:
+            whole = None if self.infinite else self.splittable.num_samples
+        for epoch in range(begin[0], end[0] + 1):
+            start = begin[1] if epoch == begin[0] else 0
+            stop = end[1] if epoch == end[0] else None
+            until = whole if stop is None else stop
+            if until is None or start < until:
+                spans.append(LeftOut(epoch=epoch, start=start, stop=stop, counts=self.position_counts))
+        self.left_out += spans
+        return spans
+
+    def go_on_at(self, epoch: int, window: int) -> int | None:
+        """Return the window to go on with, after what is left out; None: nothing of the epoch is left."""
+        position = self.lasting_position(epoch, window)
+        for span in self.left_out:
+            if span.epoch == epoch and span.start <= position and (span.stop is None or position < span.stop):
+                if span.stop is None:
+                    return None
+                position = span.stop
+                window = position if self.splittable is None else self.resume_at(epoch, position)
+        return window
+
     @property
     def _stride(self) -> int:
         """Samples per window, over all processes."""
@@ -397,10 +457,10 @@ class TrainData:
         """
         return None if self._reader is None else self._reader.state()
 
-    def load_loader_state(self, state: Any, begins: bool) -> None:
-        """Restore the loader's own state; ``begins``: an epoch begins there."""
+    def load_loader_state(self, state: Any, window: int, begins: bool) -> None:
+        """Restore the loader's own state, of before a window; ``begins``: an epoch begins there."""
         assert self._reader is not None
-        self._reader.load_state(state, begins)
+        self._reader.load_state(state, window * self.accumulate, begins)
 
     @property
     def keeps_position(self) -> bool:

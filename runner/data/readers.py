@@ -208,12 +208,13 @@ class Reader:
         self.keeps_position = keeps_position(loader)
         self.is_placed = False
         """True if the loader's state was restored and nothing has been read since."""
+        self._placed_at = 0  # the number of the next batch then
         self._has_begun, self._has_ended = False, True
 
     def batches(self, seed: int, start: int, stop: int | None) -> Iterator[Any]:
         """Yield the batches of an epoch, or of the rest of it, from number ``start`` to ``stop``."""
         self._seed_generators(seed)
-        first = start if self.is_placed else 0
+        first = self._placed_at if self.is_placed else 0
         self.is_placed = self._has_ended = False
         again, self._has_begun = self._has_begun and start == 0, True
         stream = RandomStream(_mixed(seed, 0))
@@ -254,10 +255,11 @@ class Reader:
         where = f"train_dataloader ({name_of(self.loader)}.state_dict)"
         return {"state": pack(self.loader.state_dict(), where), "ended": self._has_ended}
 
-    def load_state(self, saved: Mapping[str, Any], begins: bool) -> None:
-        """Restore the loader's state for the next read; ``begins``: a whole epoch is read next."""
+    def load_state(self, saved: Mapping[str, Any], number: int, begins: bool) -> None:
+        """Restore the loader's state for the next read, which begins with batch ``number``; ``begins``: with a whole epoch."""
         self.loader.load_state_dict(unpack(saved["state"]))
         self.is_placed = self._has_begun = True
+        self._placed_at = number
         if begins and not saved["ended"]:
             # The saved epoch ended early because another process had no more batches; end it early again.
             next(iter(self.loader), None)

@@ -275,9 +275,10 @@ class Stepper:
 
     def counts(self, batch: Any, index: int) -> bool:
         """Return True if micro-batch ``index`` of the last update has items that count in the loss."""
-        return not self._is_filler(index) and (self.weighing is None or self.weighing.counts(batch))
+        return not self.is_filler(index) and (self.weighing is None or self.weighing.counts(batch))
 
-    def _is_filler(self, index: int) -> bool:
+    def is_filler(self, index: int) -> bool:
+        """Return True if micro-batch ``index`` of the update repeats a sample and counts nothing."""
         return self.counted is not None and not self.counted.own[index]
 
     def rehearse(self, batch: Any, optim: Any) -> None:
@@ -364,7 +365,7 @@ class Stepper:
 
     def _micro_batch(self, batch: Any, index: int) -> dict[str, Tensor]:
         if self.counted is not None:
-            is_filler = self._is_filler(index)
+            is_filler = self.is_filler(index)
             with leaving_buffers(self.module) if is_filler else nullcontext(), gathering(counts=not is_filler):
                 loss, logs = self.forward(batch)
                 self.backward(loss, index)

@@ -317,9 +317,20 @@ class TrainLoop(BaseLoop):
         self._epoch, self._iter, self._inner = state["epoch"], state["iter"], state["inner"]
         self._validated = state["validated"]
         self.start_iter = self._done = self._iter
+        self._count_ahead()
+
+    def _count_ahead(self) -> None:
         usual, length = self.data.epoch_length, self.data.length(self._epoch)
         if usual is not None and length is not None:
-            self._ahead = self._iter + (length - self._inner) - (self._epoch + 1) * usual
+            self._ahead = self._done + (length - self._inner) - (self._epoch + 1) * usual
+
+    def _jump(self) -> bool:
+        """Go on after data that are left out; return False if nothing of the epoch is left."""
+        inner = self.data.go_on_at(self._epoch, self._inner)
+        if inner is not None and inner != self._inner:
+            self._inner = inner
+            self._count_ahead()
+        return inner is not None
 
     def _progress(self) -> tuple[int, int]:
         """Return the epoch, and the updates completed in it."""
@@ -418,6 +429,14 @@ class EpochBasedTrainLoop(TrainLoop):
     def _begin(self) -> None:
         if self._ended is not None:
             self._ended, self._inner = None, 0
+        if not self._jump():
+            self._inner = cast(int, self.data.length(self._epoch))
+            self._count_ahead()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See TrainLoop."""
+        self._ended = None
+        super().load_state_dict(state)
 
     def _at_hook(self, point: str) -> None:
         if point == "after_train_epoch":
@@ -502,12 +521,18 @@ class IterBasedTrainLoop(TrainLoop):
     def batches(self) -> Iterator[Any]:
         """See TrainLoop; those of all passes over the data that are left. An InfiniteSampler's pass never ends."""
         while self._done < self._max_iters:
-            yield from self._due(self._inner + self._max_iters - self._done)
-            if self._done < self._max_iters:
+            if self._jump():
+                yield from self._due(self._inner + self._max_iters - self._done)
                 if self._inner == 0:
                     raise self.data.no_batch()
+            if self._done < self._max_iters:
                 self._epoch += 1
                 self._inner = 0
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See TrainLoop."""
+        self._iterator = None
+        super().load_state_dict(state)
 
     @property
     def dataloader_iterator(self) -> Iterator[Any]:

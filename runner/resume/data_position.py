@@ -10,7 +10,7 @@ import pydantic
 from ...core.base.config import Config, validate
 from ...core.base.errors import CheckpointError, counted
 from ...core.random.generators import load_rng_state, seed_process
-from ..data.dataloaders import TrainData
+from ..data.dataloaders import LeftOut, TrainData
 from ..data.user_loaders import batch_size
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ class DataFacts(Config):
     """Workers that read a stream, whose order may depend on their number; None for other data and older checkpoints."""
     fingerprint: str | None = None
     """The dataset's ``fingerprint``, which changes with its files; None for others and older checkpoints."""
+    left_out: list[LeftOut] = []
+    """What is jumped over, because training went back; older checkpoints do not have this key."""
 
     @property
     def samples_of_an_update(self) -> int | None:
@@ -109,6 +111,7 @@ def data_facts(runner: Run, loop: Mapping[str, Any]) -> DataFacts:
         by_index=sampler is not None and sampler.by_index,
         workers=data.stream_workers,
         fingerprint=data.fingerprint,
+        left_out=data.left_out,
     )
 
 
@@ -154,6 +157,7 @@ def continue_epoch(runner: Run, saved: Any, loop: Mapping[str, Any]) -> dict[str
         )
     elif then.epoch_length != now.epoch_length:
         _say_what_changed(runner, then, now, changed)
+    _leave_out(data, then, loop, changed)
     if loop["inner"] == 0:
         return dict(loop)
     if loop["left"] == 0:
@@ -167,6 +171,19 @@ def continue_epoch(runner: Run, saved: Any, loop: Mapping[str, Any]) -> dict[str
     if data.splittable is None or then.position is None:
         return dict(loop)
     return _split_anew(runner, then.position, loop, bool(changed))
+
+
+def _leave_out(data: TrainData, then: DataFacts, loop: Mapping[str, Any], changed: Sequence[str]) -> None:
+    """Take over what is left out; raise CheckpointError if positions of what is still to come have lost their meaning."""
+    data.left_out = [*then.left_out]
+    for span in data.left_out:
+        is_to_come = span.epoch > loop["epoch"] or (span.epoch == loop["epoch"] and not loop["inner"])
+        updates_differ = span.counts == "updates" and any(key in changed for key in _OF_AN_UPDATE)
+        if is_to_come and (span.counts != data.position_counts or updates_differ):
+            raise CheckpointError(
+                f"is to leave out {span.words()}, which cannot be found with other batches; give the former batch_size, "
+                "accumulative_counts and number of processes"
+            )
 
 
 def _at_the_end(data: TrainData, loop: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,7 +241,7 @@ def load_loader(runner: Run, states: Sequence[Any], loop: Mapping[str, Any]) -> 
         data.begin_at(loop["epoch"])
         return
     if data.keeps_position and had_one and len(states) == count:
-        data.load_loader_state(states[index], begins=not loop["inner"])
+        data.load_loader_state(states[index], loop["inner"], begins=not loop["inner"])
         return
     if len(states) != count:
         why = f"the loader's state is that of {counted(len(states), 'data shard')}, and there {are_now(runner)}"

@@ -23,7 +23,7 @@ from .model_state import (
     take_written,
 )
 from .own_loop import prepare
-from .replicated import check_replicas, replicas
+from .replicated import averaged_over, check_replicas, replicas
 from .whole_weights import WholeModel, computes_alone, full_weights, prepare_whole
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "aliases",
     "appeared",
     "average_buffers",
+    "averaged_over",
     "check_initialised",
     "check_replicas",
     "check_window",

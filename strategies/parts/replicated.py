@@ -1,4 +1,4 @@
-"""What several processes hold replicas of, and whether these are equal."""
+"""What several processes hold replicas of, whether these are equal, and who computes with other tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import singledispatch
 from torch import Tensor, nn
 
 from ...core.comm.replica_check import ReplicaCheck
+from ...core.comm.topology import DataShard
 from ...optim.canonical import STATE
 from ..base import Strategy
 
@@ -45,3 +46,11 @@ def check_replicas(strategy: Strategy) -> dict[str, Tensor]:
     noted = strategy.noted
     noted.replica_check = noted.replica_check or ReplicaCheck()
     return noted.replica_check.check(replicas(strategy), dict(strategy.module.named_buffers()))
+
+
+def averaged_over(strategy: Strategy) -> DataShard:
+    """Return the processes that have the same parameters as this one and other tokens, over which gradients are averaged.
+
+    Those of other shards of the data, and those with other positions of the same sequences. The first call may be a collective.
+    """
+    return strategy._averaged_over()

@@ -84,7 +84,7 @@ def check_every_cut(make: Any, passes: int = 3) -> list[list[int]]:
         reading.close()
         first.close()
         second = make()
-        second.load_loader_state(saved, begins=False)
+        second.load_loader_state(saved, found[-1][1], begins=False)
         found += read(second, passes, *found[-1][:2])
         assert found == whole, f"saved after {cut} batches"
         second.close()
