@@ -23,6 +23,7 @@ from ....core.hugging_face.transformers_private import attention_implementation
 from ....core.torch_compat.torch_private import repeating_in, with_values
 from .attention import SequenceAttention
 from .masks import CAUSAL, FULL, Mask, Rule
+from .scores import PLAIN, Scores
 
 NAME = "flextrain_context"
 """The name of this attention in transformers' registries."""
@@ -232,9 +233,11 @@ def _attend(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' interface has it; gives (samples, positions, heads, width)."""
+    """Attention as transformers' interface has it, with soft caps and sinks; gives (samples, positions, heads, width)."""
     name = f"model: {type(module).__name__}"
     unknown = [
         key for key, value in kwargs.items() if value is not None and value is not False and key not in _HARMLESS
@@ -248,7 +251,8 @@ def _attend(
         mask = attention.mask(CAUSAL if causal else FULL)
     elif not isinstance(mask, Mask):
         raise StrategyError(f"{name}: has a mask of its own, of type {type(mask).__name__}, which cp does not have")
-    found = attention(query, key, value, mask, scaling, dropout, name)
+    scores = PLAIN if softcap is None and s_aux is None else Scores(softcap, s_aux)
+    found = attention(query, key, value, mask, scaling, dropout, name, scores)
     return found.transpose(1, 2).contiguous(), None
 
 
