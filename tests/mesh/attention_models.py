@@ -70,7 +70,7 @@ class Exact(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if isinstance(args[0] if args else None, Tensor) and args[0].dtype == torch.float64:
-            if func is Tensor.float or (func is Tensor.to and args[1:] == (torch.float32,)):
+            if func is Tensor.float or (func in (Tensor.to, Tensor.type) and args[1:] == (torch.float32,)):
                 return args[0]
             if func in (functional.softmax, Tensor.softmax):
                 kwargs.pop("dtype", None)

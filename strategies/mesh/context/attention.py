@@ -87,7 +87,7 @@ def ring_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     width = value.shape[-1]
     kernel = None
-    if scores.are_products:
+    if scores.are_products and mask.alone is None:
         aligned = _aligned(query, key, value)
         kernel = attention_kernel(*aligned)
         query, key, value = aligned if kernel is not None else (query, key, value)
@@ -141,7 +141,7 @@ class _Blocks:
         if self.kernel is not None and block.allowed is True:
             return self.kernel.forward(*given, block.is_causal, self.scale)
         positions = self._positions(block, source)
-        return *block_by_hand(*given, block.allowed, self.scale, self.scores, positions), ()
+        return *block_by_hand(*given, block, self.scale, self.scores, positions), ()
 
     def backward(
         self,
@@ -159,7 +159,7 @@ class _Blocks:
         if self.kernel is not None and block.allowed is True:
             return self.kernel.backward(*given, out, sums, random, block.is_causal, self.scale)
         positions = self._positions(block, source)
-        return block_by_hand_backward(*given, out, sums, block.allowed, self.scale, self.scores, positions)
+        return block_by_hand_backward(*given, out, sums, block, self.scale, self.scores, positions)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -327,14 +327,18 @@ def _whole_attention(
     """Attention of all positions of a sequence, which this process has."""
     length, allowed = query.shape[2], None
     causal = mask.by_rule and mask.rule == CAUSAL
-    if not scores.are_plain and dropout:
+    if dropout and (mask.averages or not scores.are_plain):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return attention_with_dropout(query, key, value, mask.dense(length, query.device), scale, scores, dropout)
-    if not scores.are_plain or (
-        not mask.by_rule
-        and not dropout
-        and mask.is_in_blocks
-        and attention_kernel(*_aligned(query, key, value)) is not None
+    if (
+        not scores.are_plain
+        or mask.alone is not None
+        or (
+            not mask.by_rule
+            and not dropout
+            and mask.is_in_blocks
+            and attention_kernel(*_aligned(query, key, value)) is not None
+        )
     ):
         alone = SequenceShards(length, 1, False), Ring(None, 0, [0])
         return ring_attention(query, key, value, mask, scale, *alone, scores)
@@ -410,7 +414,7 @@ class SequenceAttention:
         self.is_apart = False
         self.dtype, self.device = torch.float32, torch.device(mesh.device_type)
         self.length: int | None = None
-        self._added: tuple[Tensor | None, Tensor | None] = None, None
+        self._added: tuple[Tensor | None, Tensor | None, bool] = None, None, False
         self._masks: dict[Rule, Mask] = {}
 
     def shards(self, length: int) -> SequenceShards:
@@ -509,9 +513,9 @@ class SequenceAttention:
         """Return what this process has of a tensor with all positions along its last dimension."""
         return self.shards(whole.shape[-1]).cut(whole, -1, self.index)
 
-    def add_to_masks(self, keys: Tensor | None = None, documents: Tensor | None = None) -> None:
+    def add_to_masks(self, keys: Tensor | None = None, documents: Tensor | None = None, averages: bool = False) -> None:
         """Set what the batch of the forward that is running adds to its masks, see Mask."""
-        self._added = keys, documents
+        self._added = keys, documents, averages
         self._masks = {}
 
     def mask(self, rule: Rule) -> Mask:

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
+from .masks import AttentionBlock
+
 
 @dataclass(frozen=True, eq=False)
 class Scores:
@@ -56,13 +58,13 @@ class Scores:
         return replace(self, sinks=own(self.sinks), slopes=own(self.slopes))
 
     def of_block(
-        self, query: Tensor, key: Tensor, scale: float, allowed: Tensor | bool, positions: Tensor | None
+        self, query: Tensor, key: Tensor, scale: float, block: AttentionBlock, positions: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the scores of a block, and ``tanh(products / softcap)`` if they are capped, else None.
 
         Args:
             query, key: (samples, heads, rows, width), and the same with columns; heads of keys divide those of queries.
-            allowed: who attends to whom: all (True), or a boolean tensor (samples or 1, 1, rows, columns).
+            block: who attends to whom.
             positions: (samples or 1, columns), those of the keys.
 
         Returns:
@@ -77,7 +79,15 @@ class Scores:
         if self.slopes is not None:
             assert positions is not None
             found.add_(self.slopes.to(dtype).view(1, heads, -1, 1, 1) * positions.to(dtype)[:, None, None, None])
-        return found if isinstance(allowed, bool) else found.masked_fill_(~allowed[:, :, None], -torch.inf), capped
+        if block.allowed is not True:
+            found = (
+                found.fill_(-torch.inf)
+                if block.allowed is False
+                else found.masked_fill_(~block.allowed[:, :, None], -torch.inf)
+            )
+        if block.alone is not None:
+            found = found.masked_fill_(block.alone[:, :, None], 0.0)
+        return found, capped
 
     def with_sinks(self, out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output, and the logarithms of the sums, with sinks; both are of all keys and in the dtype of sums."""
@@ -109,11 +119,11 @@ def grouped(tensor: Tensor, heads: int) -> Tensor:
 
 
 def block_by_hand(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | bool, scale: float, scores: Scores = PLAIN,
+    query: Tensor, key: Tensor, value: Tensor, block: AttentionBlock, scale: float, scores: Scores = PLAIN,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output of a block and the logarithms of its sums, without sinks."""
-    found, _ = scores.of_block(query, key, scale, allowed, positions)
+    found, _ = scores.of_block(query, key, scale, block, positions)
     sums = torch.logsumexp(found, -1)
     base = torch.where(sums == -torch.inf, 0.0, sums)  # of a position that attends to none
     weights = found.sub_(base[..., None]).exp_()
@@ -121,7 +131,7 @@ def block_by_hand(
 
 
 def block_by_hand_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, allowed: Tensor | bool, scale: float,
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, block: AttentionBlock, scale: float,
     scores: Scores = PLAIN, positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of queries, keys and values; queries that share a head of keys add up.
@@ -133,7 +143,7 @@ def block_by_hand_backward(
     queries, to_values, outs = (grouped(tensor, heads).to(dtype) for tensor in (query, gradient, out))
     keys, values = (tensor[:, :, None].to(dtype) for tensor in (key, value))
     base = torch.where(sums == -torch.inf, 0.0, sums)
-    found, capped = scores.of_block(query, key, scale, allowed, positions)
+    found, capped = scores.of_block(query, key, scale, block, positions)
     weights = found.sub_(grouped(base, heads)[..., None]).exp_()
     delta = (to_values * outs).sum(-1, keepdim=True)
     of_scores = (to_values @ values.transpose(-1, -2)).sub_(delta).mul_(weights).mul_(scale)
@@ -147,10 +157,11 @@ def attention_with_dropout(
     query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scale: float, scores: Scores, dropout: float
 ) -> Tensor:
     """Return the attention of a whole sequence, whose weights drop out; all of them are in memory, as in models' own."""
-    found, _ = scores.of_block(query, key, scale, True, scores.positions)
+    whole = AttentionBlock((0, query.shape[2]), (0, key.shape[2]))
+    found, _ = scores.of_block(query, key, scale, whole, scores.positions)
     found = found.flatten(1, 2)
     if allowed is not None:
-        found = found.masked_fill(~allowed, torch.finfo(found.dtype).min)
+        found = found + torch.where(allowed, 0.0, torch.finfo(found.dtype).min)
     if scores.sinks is not None:
         sinks = scores.sinks.to(found.dtype).view(1, -1, 1, 1).expand(*found.shape[:3], 1)
         weights = torch.cat([found, sinks], -1).softmax(-1)[..., :-1]

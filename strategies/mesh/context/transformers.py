@@ -114,7 +114,7 @@ class TransformersModel:
             numbers = numbers.full_tensor() if isinstance(numbers, DTensor) else numbers
             # See SequenceBatches: documents have numbers from 1, otherwise the mask is of bool.
             added = {"keys" if numbers.dtype == torch.bool else "documents": numbers}
-        attention.add_to_masks(**added)
+        attention.add_to_masks(**added, averages=self._before == "eager")
         given = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         # Without a mask transformers takes positions that do not follow each other for several documents.
         ones = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device)
