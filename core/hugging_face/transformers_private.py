@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from packaging.version import Version
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.errors import ConfigError
@@ -220,6 +220,23 @@ def pretrained_models(model: nn.Module) -> dict[str, Any]:
 def attention_implementation(model: Any) -> str:
     """Return the name under which a model's attention is registered, which ``set_attn_implementation`` sets."""
     return str(model.config._attn_implementation)
+
+
+_BLOOM = "transformers.models.bloom.modeling_bloom"
+
+
+def bloom_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the attention layers of a model that compute as BLOOM's do; it imports nothing."""
+    kind: Any = getattr(sys.modules.get(_BLOOM), "BloomAttention", None)
+    layers = [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
+    return [layer for layer in layers if type(layer).forward is kind.forward]
+
+
+def bloom_slopes(layer: Any) -> Tensor:
+    """Return (heads,) of float32: by how much the scores of a layer of BLOOM grow with the position of a key."""
+    ones = torch.ones(1, 2, dtype=torch.long, device=layer.dense.weight.device)
+    found: Tensor = sys.modules[_BLOOM].build_alibi_tensor(ones, layer.num_heads, torch.float32)
+    return found[:, 0, 1]
 
 
 def has_tensor_plan(model: Any) -> bool:

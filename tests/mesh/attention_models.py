@@ -34,7 +34,6 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "mpt": ("Mpt", dict(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=LENGTH)),
     "falcon": ("Falcon", dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True, new_decoder_architecture=True, num_kv_heads=2)),
     "llama4": ("Llama4Text", dict(SIZES, head_dim=8, attention_chunk_size=5, num_local_experts=2, intermediate_size_mlp=32)),
-    "cohere2": ("Cohere2", dict(SIZES, head_dim=8, sliding_window=5, layer_types=BY_TURNS)),
     "t5": ("T5", dict(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0, relative_attention_num_buckets=8, relative_attention_max_distance=12)),
     "bart": ("Bart", dict(vocab_size=VOCABULARY, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=LENGTH, dropout=0.0)),
 }  # fmt: skip

@@ -152,6 +152,7 @@ def same_training(
     accumulate: int = 2,
     models: Mapping[str, tuple[Callable[[], nn.Module], Callable[[Batch, int], Batch]]] = MODELS,
     updates: int = 6,
+    tolerance: float = TOLERANCE[torch.float64],
 ) -> None:
     """In a worker: train a case on one device and under a mesh, and compare; then compare outputs of the trained model."""
     torch.set_num_threads(1)
@@ -170,7 +171,7 @@ def same_training(
                 strategy.join()
                 model, optim = strategy.setup(_model(name, build), adamw(accumulate))
                 trace = train(strategy, model, optim, global_windows)  # type: ignore[arg-type]
-                outputs = None if name == "weighed" else _outputs(strategy, model, inputs)
+                outputs = None if name == "weighed" else outputs_of(strategy, model, inputs)
                 found.append((trace, whole_model(strategy), outputs))
                 reports = strategy.topology.reports
                 index, count = strategy.topology.shard
@@ -178,9 +179,9 @@ def same_training(
                 if len(found) == 2:
                     dist.destroy_process_group()
     (expected, weights, outputs), (trace, found_weights, found_outputs) = found
-    same_numbers(trace.losses, expected.losses, "the loss", TOLERANCE[torch.float64])
-    same_numbers(trace.grad_norms, expected.grad_norms, "the gradient norm", TOLERANCE[torch.float64])
-    same_tensors(found_weights, weights, "final weights", TOLERANCE[torch.float64])
+    same_numbers(trace.losses, expected.losses, "the loss", tolerance)
+    same_numbers(trace.grad_norms, expected.grad_norms, "the gradient norm", tolerance)
+    same_tensors(found_weights, weights, "final weights", tolerance)
     if outputs is not None:
         assert reports == (found_outputs is not None and found_outputs[0] is not None)
         for mine, whole in zip(found_outputs or (), outputs, strict=True):
@@ -188,7 +189,7 @@ def same_training(
                 torch.testing.assert_close(mine, whole.tensor_split(count)[index], rtol=1e-9, atol=1e-9)
 
 
-def _outputs(strategy: Any, model: nn.Module, batches: Sequence[Batch]) -> list[Any]:
+def outputs_of(strategy: Any, model: nn.Module, batches: Sequence[Batch]) -> list[Any]:
     """The logits of batches; None on a process that does not report."""
     model.eval()
     parts = [strategy.split(shard(batch, *strategy.topology.shard)) for batch in batches]

@@ -291,7 +291,7 @@ def _both_ways(inputs: list[Tensor], gradient: Tensor, ring: Pretended) -> tuple
     context = SimpleNamespace(save_for_backward=lambda *saved: setattr(context, "saved_tensors", saved))
     kernel = attention_private.attention_kernel(*inputs)
     blocks = attending._Blocks(Mask(CAUSAL), 0.2, SequenceShards(76, 2, False), ring, kernel)
-    found = attending._RingAttention.forward(context, *inputs, blocks)
+    found = attending._RingAttention.forward(context, *inputs, None, blocks)
     return found, attending._RingAttention.backward(context, gradient)[:3]  # type: ignore[return-value]
 
 

@@ -116,7 +116,7 @@ class _Blocks:
     shards: SequenceShards
     ring: Ring
     kernel: AttentionKernel | None
-    scores: Scores
+    scores: Scores = PLAIN
 
     def of_step(self, step: int, device: torch.device) -> Iterator[AttentionBlock]:
         """The blocks with the keys of the process ``step`` before."""
@@ -327,7 +327,7 @@ def _whole_attention(
     """Attention of all positions of a sequence, which this process has."""
     length, allowed = query.shape[2], None
     causal = mask.by_rule and mask.rule == CAUSAL
-    if dropout and (mask.averages or not scores.are_plain):
+    if dropout and (mask.alone is not None or not scores.are_plain):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return attention_with_dropout(query, key, value, mask.dense(length, query.device), scale, scores, dropout)
     if (
@@ -451,8 +451,11 @@ class SequenceAttention:
                 f"{source}: {own} queries and {others} keys, context parallelism needs the sequence's "
                 f"{own if self.length is None else self.length // self.count} positions of this process for both"
             )
-        if scores.sinks is not None and len(scores.sinks) != query.shape[1]:
-            raise StrategyError(f"{source}: {len(scores.sinks)} sinks for {query.shape[1]} heads of a process")
+        for name, found in (("sinks", scores.sinks), ("slopes", scores.slopes)):
+            if found is not None and len(found) != query.shape[1]:
+                raise StrategyError(
+                    f"{source}: has {len(found)} {name} of attention for {query.shape[1]} heads on a process"
+                )
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -520,4 +523,4 @@ class SequenceAttention:
 
     def mask(self, rule: Rule) -> Mask:
         """Return the mask of a rule, with what the batch adds to it; one for all layers, so that what it keeps is made once."""
-        return self._masks.setdefault(rule, Mask(rule, *self._added))
+        return self._masks.setdefault(rule, Mask(rule, *self._added, self.length))

@@ -482,6 +482,7 @@ class OneProcessComparison:
     ) -> None:
         self._model, self._batches, self._attention = model, batches, attention
         self._adapted, self._interception, self._mesh, self._is_weighed = adapted, interception, mesh, is_weighed
+        self._has_documents = False
         forwards = (vars(module).get("forward") for module in model.modules())
         # One that is recomputed in backward stands in a partial.
         own = (forward.args[0] if isinstance(forward, functools.partial) else forward for forward in forwards)

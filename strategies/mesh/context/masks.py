@@ -109,12 +109,14 @@ class Mask:
         keys: (samples, length) of bool: positions to which none attends are False, such as padding. None: there are none.
         documents: (samples, length) of numbers: a position attends to those of its own document only. None: one document.
         averages: a position that attends to none has equal weights for all, as in models' own attention, and not zeros.
+        length: number of positions, for ``key_positions``; None: it is not known.
     """
 
     rule: Rule
     keys: Tensor | None = None
     documents: Tensor | None = None
     averages: bool = False
+    length: int | None = None
 
     @property
     def by_rule(self) -> bool:
@@ -202,10 +204,18 @@ class Mask:
     def _dense(self) -> dict[tuple[int, torch.device], Tensor | bool]:
         return {}
 
+    def key_positions(self, device: torch.device) -> Tensor:
+        """Return the positions of keys, (samples or 1, length) of whole numbers: padding is not counted and has position 0."""
+        if self.keys is None:
+            assert self.length is not None
+            return torch.arange(self.length, device=device)[None]
+        keys = self.keys.to(device)
+        return (keys.cumsum(-1) - 1) * keys
+
     @cached_property
     def alone(self) -> Tensor | None:
         """(samples, length) of bool: the positions that attend to none; None: ``averages`` does not ask for them, or there are none."""
-        if not self.averages or self.keys is None:
+        if not self.averages or self.keys is None or not has_values(self.keys):
             return None
         spans = [(at, min(at + TILE, self.keys.shape[1])) for at in range(0, self.keys.shape[1], TILE)]
         found = []

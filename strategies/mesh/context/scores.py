@@ -78,7 +78,7 @@ class Scores:
             found = capped * self.softcap
         if self.slopes is not None:
             assert positions is not None
-            found.add_(self.slopes.to(dtype).view(1, heads, -1, 1, 1) * positions.to(dtype)[:, None, None, None])
+            found.add_(self.slopes.view(1, heads, -1, 1, 1) * positions[:, None, None, None])
         if block.allowed is not True:
             found = (
                 found.fill_(-torch.inf)

@@ -19,9 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from ....core.base.errors import StrategyError
 from ....core.comm.rendezvous import each_process_has
-from ....core.hugging_face.transformers_private import attention_implementation
+from ....core.hugging_face.transformers_private import attention_implementation, bloom_layers
 from ....core.torch_compat.torch_private import repeating_in, with_values
 from .attention import SequenceAttention
+from .bloom import replace_forward, restore_forward
 from .masks import CAUSAL, FULL, Mask, Rule
 from .scores import PLAIN, Scores
 
@@ -53,6 +54,9 @@ class TransformersModel:
         _register()
         self.model, self._attention = model, attention
         self._before = attention_implementation(model)
+        self._bloom = bloom_layers(model)
+        for layer in self._bloom:
+            replace_forward(layer, _attend)
         self._loss = model.loss_function
         self.losses, self.is_in_loss = 0, False
         with with_values():
@@ -73,10 +77,15 @@ class TransformersModel:
         if is_cut == self.is_cut:
             return
         self.is_cut = is_cut
-        self.model.set_attn_implementation(NAME if is_cut else self._before)
+        name = NAME if is_cut else self._before
+        if self._bloom:  # masks are all that it has of the interface
+            self.model.config._attn_implementation = name
+        else:
+            self.model.set_attn_implementation(name)
         if is_cut and attention_implementation(self.model) != NAME:
             raise StrategyError(
-                f"model: {type(self.model).__name__} does not use transformers' attention interface, which cp needs"
+                f"model: {type(self.model).__name__} does not use transformers' attention interface, which cp needs; use dp_shard "
+                "or tp instead"
             )
         self.model.loss_function = self._shifted_loss if is_cut else self._loss
 
@@ -86,11 +95,18 @@ class TransformersModel:
         for module in copied.modules():
             if (config := vars(module).get("config")) is not None:
                 module.config = copy.deepcopy(config, known)
-        copied.set_attn_implementation(self._before)
+        for layer in bloom_layers(copied):
+            restore_forward(layer)
+        if self._bloom:
+            copied.config._attn_implementation = self._before
+        else:
+            copied.set_attn_implementation(self._before)
 
     def release(self) -> None:
         """Give the model back what was replaced."""
         self.cut(False)
+        for layer in self._bloom:
+            restore_forward(layer)
         if not self._has_own_loss:
             vars(self.model).pop("_loss_function", None)
         for hook in self._hooks:
@@ -119,7 +135,9 @@ class TransformersModel:
         # Without a mask transformers takes positions that do not follow each other for several documents.
         ones = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device)
         _running.append(attention)
-        if kwargs.get("position_ids") is None:  # a module around it gives none
+        if "position_ids" not in _parameters(type(self.model).forward):
+            kwargs.pop("position_ids", None)
+        elif kwargs.get("position_ids") is None:  # a module around it gives none
             assert attention.length is not None
             positions = torch.arange(attention.length, device=given.device)[None]
             kwargs["position_ids"] = attention.own(positions)
@@ -214,7 +232,8 @@ def rule_of(function: Callable[..., Tensor], window: int | None) -> Rule:
         known = next((rule for rule in rules if torch.equal(found, rule.allows(at[:, None], at[None]))), None)
     if known is None:
         raise StrategyError(
-            "model: has a mask of its own, cp has causal and full attention, with sliding windows, padding and documents"
+            "model: has a mask of its own, cp has causal and full attention, with sliding windows, padding and documents; use "
+            "dp_shard or tp instead"
         )
     return known
 
@@ -235,15 +254,21 @@ def _attend(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    scores: Scores = PLAIN,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' interface has it, with soft caps and sinks; gives (samples, positions, heads, width)."""
+    """Attention as transformers' interface has it, with soft caps and sinks; gives (samples, positions, heads, width).
+
+    ``scores`` is given by layers that have no such interface.
+    """
     name = f"model: {type(module).__name__}"
     unknown = [
         key for key, value in kwargs.items() if value is not None and value is not False and key not in _HARMLESS
     ]
     if unknown:
-        raise StrategyError(f"{name}: calls attention with {unknown[0]}, which cp does not have")
+        raise StrategyError(
+            f"{name}: calls attention with {unknown[0]}, which cp does not have; use dp_shard or tp instead"
+        )
     attention = _attention_of[module]
     mask = attention_mask
     if mask is None:
@@ -251,7 +276,8 @@ def _attend(
         mask = attention.mask(CAUSAL if causal else FULL)
     elif not isinstance(mask, Mask):
         raise StrategyError(f"{name}: has a mask of its own, of type {type(mask).__name__}, which cp does not have")
-    scores = PLAIN if softcap is None and s_aux is None else Scores(softcap, s_aux)
+    if softcap is not None or s_aux is not None:
+        scores = Scores(softcap, s_aux)
     found = attention(query, key, value, mask, scaling, dropout, name, scores)
     return found.transpose(1, 2).contiguous(), None
 
