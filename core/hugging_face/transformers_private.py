@@ -226,10 +226,10 @@ _BLOOM = "transformers.models.bloom.modeling_bloom"
 
 
 def bloom_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the attention layers of a model that compute as BLOOM's do; it imports nothing."""
+    """Return the attention layers of BLOOM in a model, none if one computes otherwise; it imports nothing."""
     kind: Any = getattr(sys.modules.get(_BLOOM), "BloomAttention", None)
     layers = [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
-    return [layer for layer in layers if type(layer).forward is kind.forward]
+    return layers if all(type(layer).forward is kind.forward for layer in layers) else []
 
 
 def bloom_slopes(layer: Any) -> Tensor:

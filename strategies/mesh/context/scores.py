@@ -161,7 +161,9 @@ def attention_with_dropout(
     found, _ = scores.of_block(query, key, scale, whole, scores.positions)
     found = found.flatten(1, 2)
     if allowed is not None:
-        found = found + torch.where(allowed, 0.0, torch.finfo(found.dtype).min)
+        found = found + torch.zeros(allowed.shape, dtype=found.dtype, device=found.device).masked_fill_(
+            ~allowed, torch.finfo(found.dtype).min
+        )
     if scores.sinks is not None:
         sinks = scores.sinks.to(found.dtype).view(1, -1, 1, 1).expand(*found.shape[:3], 1)
         weights = torch.cat([found, sinks], -1).softmax(-1)[..., :-1]

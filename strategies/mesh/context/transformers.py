@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,10 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from ....core.base.errors import StrategyError
 from ....core.comm.rendezvous import each_process_has
-from ....core.hugging_face.transformers_private import attention_implementation, bloom_layers
+from ....core.hugging_face.transformers_private import attention_implementation, bloom_layers, bloom_slopes
 from ....core.torch_compat.torch_private import repeating_in, with_values
 from .attention import SequenceAttention
-from .bloom import replace_forward, restore_forward
 from .masks import CAUSAL, FULL, Mask, Rule
 from .scores import PLAIN, Scores
 
@@ -56,7 +56,7 @@ class TransformersModel:
         self._before = attention_implementation(model)
         self._bloom = bloom_layers(model)
         for layer in self._bloom:
-            replace_forward(layer, _attend)
+            layer.forward = MethodType(_bloom, layer)  # type: ignore[method-assign]
         self._loss = model.loss_function
         self.losses, self.is_in_loss = 0, False
         with with_values():
@@ -96,7 +96,7 @@ class TransformersModel:
             if (config := vars(module).get("config")) is not None:
                 module.config = copy.deepcopy(config, known)
         for layer in bloom_layers(copied):
-            restore_forward(layer)
+            vars(layer).pop("forward", None)
         if self._bloom:
             copied.config._attn_implementation = self._before
         else:
@@ -106,7 +106,7 @@ class TransformersModel:
         """Give the model back what was replaced."""
         self.cut(False)
         for layer in self._bloom:
-            restore_forward(layer)
+            vars(layer).pop("forward", None)
         if not self._has_own_loss:
             vars(self.model).pop("_loss_function", None)
         for hook in self._hooks:
@@ -280,6 +280,21 @@ def _attend(
         scores = Scores(softcap, s_aux)
     found = attention(query, key, value, mask, scaling, dropout, name, scores)
     return found.transpose(1, 2).contiguous(), None
+
+
+def _bloom(self: Any, hidden_states: Tensor, residual: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The forward of an attention layer of BLOOM, which has linear biases (ALiBi) and computes them by hand."""
+    mask = kwargs.get("attention_mask")
+    if not isinstance(mask, Mask):  # a sequence that is not cut
+        return type(self).forward(self, hidden_states, residual, *args, **kwargs)
+    fused = self.query_key_value(hidden_states).unflatten(-1, (-1, 3, self.head_dim))
+    query, key, value = (each.transpose(1, 2) for each in fused.unbind(-2))
+    # Its positions do not count padding; the biases that it is called with are those of one process's positions.
+    scores = Scores(slopes=bloom_slopes(self), positions=mask.key_positions(query.device))
+    dropout = self.attention_dropout.p if self.training else 0.0
+    found, _ = _attend(self, query, key, value, mask, dropout, self.inv_norm_factor, scores=scores)
+    mixed = self.dense(found.flatten(2))
+    return residual + functional.dropout(mixed, self.hidden_dropout, self.training), None
 
 
 @functools.cache
