@@ -192,6 +192,25 @@ def train_without_cache(model: nn.Module) -> list[str]:
     return list(found)
 
 
+def keep_documents_apart(model: nn.Module) -> None:
+    """Let models of transformers compute without a cache where they are given positions and neither a cache nor ``use_cache``.
+
+    Beside a cache they do not look for positions that begin again, so that every document of a packed sequence would see
+    those before it. Their configurations ask for a cache by default. Generation gives its own.
+    """
+    for found in pretrained_models(model).values():
+        known = found._forward_pre_hooks.values()
+        if "use_cache" in inspect.signature(found.forward).parameters and _without_cache not in known:
+            found.register_forward_pre_hook(_without_cache, with_kwargs=True)
+
+
+def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    given = ("use_cache", "past_key_values", "cache")
+    if kwargs.get("position_ids") is None or any(kwargs.get(key) is not None for key in given):
+        return None
+    return args, {**kwargs, "use_cache": False}
+
+
 # All names of transformers that are private or change often; other modules use its public, documented names only.
 #
 # They were read, and ran, in transformers 5.17 and 5.23. Each function says in one line if the installed version lacks

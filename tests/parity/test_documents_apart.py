@@ -64,8 +64,14 @@ def changed(batch: Batch, number: Tensor, document: int) -> Batch:
     return {**batch, "input_ids": ids}
 
 
+def _llama() -> nn.Module:
+    model = of_transformers("llama")
+    model.config.use_cache = True  # type: ignore[union-attr]  # as in configurations of transformers by default
+    return model
+
+
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
-    "llama": functools.partial(of_transformers, "llama"),
+    "llama": _llama,
     "gemma2": functools.partial(attention_models.build, "gemma2"),
     "mistral": functools.partial(attention_models.build, "mistral"),
 }
