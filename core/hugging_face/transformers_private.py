@@ -198,10 +198,10 @@ def keep_documents_apart(model: nn.Module) -> None:
     Beside a cache they do not look for positions that begin again, so that every document of a packed sequence would see
     those before it. Their configurations ask for a cache by default. Generation gives its own.
     """
-    for found in pretrained_models(model).values():
-        known = found._forward_pre_hooks.values()
-        if "use_cache" in inspect.signature(found.forward).parameters and _without_cache not in known:
-            found.register_forward_pre_hook(_without_cache, with_kwargs=True)
+    for module in model.modules():  # those inside of others too, which may be called by themselves
+        if is_model_class(type(module)) and "use_cache" in inspect.signature(module.forward).parameters:
+            if _without_cache not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_without_cache, with_kwargs=True)
 
 
 def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
