@@ -199,9 +199,10 @@ def keep_documents_apart(model: nn.Module) -> None:
     those before it. Their configurations ask for a cache by default. Generation gives its own.
     """
     for module in model.modules():  # those inside of others too, which may be called by themselves
-        if is_model_class(type(module)) and "use_cache" in inspect.signature(module.forward).parameters:
-            if _without_cache not in module._forward_pre_hooks.values():
-                module.register_forward_pre_hook(_without_cache, with_kwargs=True)
+        if not is_model_class(type(module)) or _without_cache in module._forward_pre_hooks.values():
+            continue
+        if "use_cache" in inspect.signature(module.forward).parameters:
+            module.register_forward_pre_hook(_without_cache, with_kwargs=True)
 
 
 def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
