@@ -114,11 +114,13 @@ def test_who_attends_to_none(rule: Rule) -> None:
     assert (found is not None) is bool(expected.any())
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("softcap", [None, 0.5])
-def test_positions_that_attend_to_none_weigh_all_alike(softcap: float | None) -> None:
+def test_positions_that_attend_to_none_weigh_all_alike(softcap: float | None, has_sinks: bool) -> None:
     """As in models' own attention, which adds the least number to scores: its gradient goes on to queries and keys."""
     keys = padded(LENGTH, (6, LENGTH), (0, LENGTH))
-    mask, scores = Mask(CAUSAL, keys, averages=True), Scores(softcap)
+    sinks = torch.linspace(-1.0, 2.0, HEADS).double() if has_sinks else None
+    mask, scores = Mask(CAUSAL, keys, averages=True), Scores(softcap, sinks)
     query, key, value, gradient = given(heads=(4, 4))
     inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
     products = inputs[0] @ inputs[1].transpose(-1, -2) * 0.3
@@ -126,10 +128,13 @@ def test_positions_that_attend_to_none_weigh_all_alike(softcap: float | None) ->
     allowed = mask.dense(LENGTH, keys.device)
     assert allowed is not None
     least = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, torch.finfo(torch.float64).min)
-    out = (products + least).softmax(-1) @ inputs[2]
-    torch.testing.assert_close(out[0, :, 5], value[0].mean(1))  # of all values, and not zeros
+    of_sinks = [] if sinks is None else [sinks.view(1, -1, 1, 1).expand(*products.shape[:3], 1)]
+    out = torch.cat([products + least, *of_sinks], -1).softmax(-1)[..., :LENGTH] @ inputs[2]
+    torch.testing.assert_close(
+        out[0, :, 5], value[0].mean(1) * (not has_sinks)
+    )  # of all values; a sink takes all instead
     expected = [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
-    close(in_a_ring(query, key, value, gradient, mask, 0.3, scores), expected)
+    close(in_a_ring(query, key, value, gradient, mask, 0.3, scores)[:4], expected)
     inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
     found = attending._whole_attention(inputs[0], inputs[1], inputs[2], mask, 0.3, 0.0, scores)
     close([found.detach(), *torch.autograd.grad(found, inputs, gradient)], expected)

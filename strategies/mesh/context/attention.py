@@ -87,7 +87,7 @@ def ring_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     width = value.shape[-1]
     kernel = None
-    if scores.are_products and mask.alone is None:
+    if scores.are_products and (mask.alone is None or scores.sinks is not None):
         aligned = _aligned(query, key, value)
         kernel = attention_kernel(*aligned)
         query, key, value = aligned if kernel is not None else (query, key, value)

@@ -85,7 +85,7 @@ class Scores:
                 if block.allowed is False
                 else found.masked_fill_(~block.allowed[:, :, None], -torch.inf)
             )
-        if block.alone is not None:
+        if block.alone is not None and self.sinks is None:  # which would take all of their weights
             found = found.masked_fill_(block.alone[:, :, None], 0.0)
         return found, capped
 
