@@ -9,7 +9,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from types import MethodType
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from ....core.base.errors import StrategyError
 from ....core.comm.rendezvous import each_process_has
 from ....core.hugging_face.transformers_private import attention_implementation, bloom_layers, bloom_slopes
 from ....core.torch_compat.torch_private import repeating_in, with_values
+from ..axis import replace_forward
 from .attention import SequenceAttention
 from .masks import CAUSAL, FULL, Mask, Rule
 from .scores import PLAIN, Scores
@@ -56,7 +56,7 @@ class TransformersModel:
         self._before = attention_implementation(model)
         self._bloom = bloom_layers(model)
         for layer in self._bloom:
-            layer.forward = MethodType(_bloom, layer)  # type: ignore[method-assign]
+            replace_forward(layer, functools.partial(_BloomForward, layer))
         self._loss = model.loss_function
         self.losses, self.is_in_loss = 0, False
         with with_values():
@@ -95,8 +95,7 @@ class TransformersModel:
         for module in copied.modules():
             if (config := vars(module).get("config")) is not None:
                 module.config = copy.deepcopy(config, known)
-        for layer in bloom_layers(copied):
-            vars(layer).pop("forward", None)
+        _restore_bloom(bloom_layers(copied))
         if self._bloom:
             copied.config._attn_implementation = self._before
         else:
@@ -105,8 +104,7 @@ class TransformersModel:
     def release(self) -> None:
         """Give the model back what was replaced."""
         self.cut(False)
-        for layer in self._bloom:
-            vars(layer).pop("forward", None)
+        _restore_bloom(self._bloom)
         if not self._has_own_loss:
             vars(self.model).pop("_loss_function", None)
         for hook in self._hooks:
@@ -282,19 +280,38 @@ def _attend(
     return found.transpose(1, 2).contiguous(), None
 
 
-def _bloom(self: Any, hidden_states: Tensor, residual: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The forward of an attention layer of BLOOM, which has linear biases (ALiBi) and computes them by hand."""
-    mask = kwargs.get("attention_mask")
-    if not isinstance(mask, Mask):  # a sequence that is not cut
-        return type(self).forward(self, hidden_states, residual, *args, **kwargs)
-    fused = self.query_key_value(hidden_states).unflatten(-1, (-1, 3, self.head_dim))
-    query, key, value = (each.transpose(1, 2) for each in fused.unbind(-2))
-    # Its positions do not count padding; the biases that it is called with are those of one process's positions.
-    scores = Scores(slopes=bloom_slopes(self), positions=mask.key_positions(query.device))
-    dropout = self.attention_dropout.p if self.training else 0.0
-    found, _ = _attend(self, query, key, value, mask, dropout, self.inv_norm_factor, scores=scores)
-    mixed = self.dense(found.flatten(2))
-    return residual + functional.dropout(mixed, self.hidden_dropout, self.training), None
+class _BloomForward:
+    """The forward of an attention layer of BLOOM, which has linear biases (ALiBi) and computes them by hand.
+
+    Args:
+        layer: the layer.
+        before: its forward, for sequences that are not cut.
+    """
+
+    def __init__(self, layer: Any, before: Callable[..., Any]) -> None:
+        self._layer, self.before = layer, before
+
+    def __call__(self, hidden_states: Tensor, residual: Tensor, *args: Any, **kwargs: Any) -> Any:
+        layer, mask = self._layer, kwargs.get("attention_mask")
+        if not isinstance(mask, Mask):
+            return self.before(hidden_states, residual, *args, **kwargs)
+        fused = layer.query_key_value(hidden_states).unflatten(-1, (-1, 3, layer.head_dim))
+        query, key, value = (each.transpose(1, 2) for each in fused.unbind(-2))
+        # Its positions do not count padding; the biases that it is called with are those of one process's positions.
+        scores = Scores(slopes=bloom_slopes(layer), positions=mask.key_positions(query.device))
+        dropout = layer.attention_dropout.p if layer.training else 0.0
+        found, _ = _attend(layer, query, key, value, mask, dropout, layer.inv_norm_factor, scores=scores)
+        mixed = layer.dense(found.flatten(2))
+        return residual + functional.dropout(mixed, layer.hidden_dropout, layer.training), None
+
+
+def _restore_bloom(layers: Sequence[nn.Module]) -> None:
+    for layer in layers:
+        own = vars(layer).get("forward")
+        if isinstance(own, _BloomForward):
+            del layer.forward
+        elif isinstance(own, functools.partial):  # activation checkpointing
+            replace_forward(layer, lambda forward: forward.before if isinstance(forward, _BloomForward) else forward)
 
 
 @functools.cache
