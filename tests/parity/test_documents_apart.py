@@ -82,6 +82,7 @@ STRATEGY = dict(
     ring=dict(type="MeshStrategy", cp=2, cp_kind="ring"),
     ulysses=dict(type="MeshStrategy", cp=2, cp_kind="ulysses"),
     tp=dict(type="MeshStrategy", tp=2),
+    pp=dict(type="MeshStrategy", pp=2),
 )
 
 
@@ -133,8 +134,14 @@ def leaks(spec: Mapping[str, Any], name: str = "llama") -> None:
 @pytest.mark.parametrize(
     "strategy, model",
     [
-        *((strategy, "llama") for strategy in STRATEGY if strategy != "one"),
-        *(pytest.param(strategy, model, marks=FULL) for strategy in STRATEGY for model in ("gemma2", "mistral")),
+        *((strategy, "llama") for strategy in STRATEGY if strategy not in ("one", "pp")),
+        pytest.param("pp", "llama", marks=FULL),
+        *(
+            pytest.param(strategy, model, marks=FULL)
+            for strategy in STRATEGY
+            if strategy != "pp"
+            for model in ("gemma2", "mistral")
+        ),
     ],
 )
 def test_documents_stay_apart(workers2: WorkerGroup, strategy: str, model: str) -> None:
@@ -182,7 +189,9 @@ def weighed(spec: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", [name for name in STRATEGY if name != "one"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=FULL if name == "pp" else ()) for name in STRATEGY if name != "one"]
+)
 def test_every_label_weighs_the_same(workers2: WorkerGroup, strategy: str) -> None:
     workers2.run(weighed, STRATEGY[strategy])
 
