@@ -104,7 +104,7 @@ def numbers(spec: Mapping[str, Any], name: str, batch: Batch) -> tuple[list[Tens
         losses = functional.cross_entropy(logits.mT, targets, reduction="none")
         found += [logits, losses[..., None]]
     train(strategy, model, optim, [[batch]])  # type: ignore[arg-type]
-    found.append(whole_model(strategy)["model.embed_tokens.weight"].cpu())
+    found.append(whole_model(strategy)["model.model.embed_tokens.weight"].cpu())
     strategy.leave()
     dist.destroy_process_group()
     return found, index, count
