@@ -56,8 +56,8 @@ def build(kind: str, **options: Any) -> nn.Module:
     model.to(torch.get_default_dtype())  # what some keep in float32
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 or name.endswith("sinks"):
-                parameter.normal_(std=0.5 if parameter.ndim > 1 else 1.0)
+            if parameter.ndim > 1 or name.endswith(("sinks", "bias")):  # a bias of keys has gradients of noise alone
+                parameter.normal_(std=0.5)
     return model  # type: ignore[no-any-return]
 
 
