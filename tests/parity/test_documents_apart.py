@@ -178,7 +178,10 @@ def weighed(spec: Mapping[str, Any]) -> None:
                 assert count_tokens(whole)
                 options = dict(accumulative_counts=2, clip_grad=dict(max_norm=1.0))
                 model, optim = strategy.setup(whole, OptimWrapper(dict(type="AdamW", lr=1e-2), **options))
+                inputs = {key: value for key, value in batch.items() if key != "labels"}
+                outputs_of(strategy, model, [inputs])  # what has no labels decides nothing
                 trace = train(strategy, model, optim, [[batch, few], [few, batch], [batch, few]])  # type: ignore[arg-type]
+                outputs_of(strategy, model, [inputs])
                 results.append((trace, whole_model(strategy)))
                 strategy.leave()
         dist.destroy_process_group()

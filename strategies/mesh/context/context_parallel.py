@@ -190,7 +190,9 @@ class Context(Axis):
 
     def _weight_of(self, batch: Any) -> Any:
         assert self._batches.loss_weight is not None
-        return batch.weight if isinstance(batch, CutBatch) else self._batches.loss_weight(batch)
+        if isinstance(batch, CutBatch):
+            return batch.weight if batch.is_weighed else self._batches.loss_weight(batch.whole)
+        return self._batches.loss_weight(batch)
 
     def prepare_whole(self, model: nn.Module) -> None:
         """See Axis."""
