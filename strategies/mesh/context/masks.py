@@ -173,9 +173,8 @@ class Mask:
         """The same as ``blocks``, of at most ``TILE`` queries and keys."""
         for queries, rows in _tiles(shards.spans(index)):
             for keys, columns in _tiles(shards.spans(source)):
-                allowed, alone = self.tile(queries, keys, device), None
-                if self.alone is not None:
-                    alone = self.alone[:, None, slice(*queries), None].to(device)
+                allowed = self.tile(queries, keys, device)
+                alone = None if self.alone is None else self.alone[:, None, slice(*queries), None].to(device)
                 if allowed is not False or alone is not None:
                     yield AttentionBlock(rows, columns, allowed, alone=alone)
 
