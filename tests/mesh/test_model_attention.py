@@ -152,7 +152,7 @@ REFUSED: dict[str, str] = {
     "gemma2, heads": 'strategy.cp_kind: "ulysses" needs a number of heads that cp * tp = 2 divides, Gemma2ForCausalLM has 3; choose',
     "gemma2, dropout": 'model.config.attention_dropout: 0.1 is not possible with strategy.cp_kind="ring"; set it to 0, or let cp *',
 }
-THREE = dict(num_attention_heads=3, num_key_value_heads=1)
+THREE = dict(hidden_size=24, num_attention_heads=3, num_key_value_heads=1)
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma2, heads": (THREE, dict(cp_kind="ulysses")),
     "gemma2, dropout": (dict(THREE, attention_dropout=0.1), {}),
