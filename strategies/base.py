@@ -22,6 +22,7 @@ from ..core.comm.collectives import share_weights
 from ..core.comm.topology import DataShard, Topology, use_shard
 from ..core.device.device import DeviceSpec, device_spec, device_uuid, select_device
 from ..core.device.precision import Precision, PrecisionReport, dtypes, require
+from ..core.hugging_face.transformers_private import keep_documents_apart
 from ..core.model.base_model import overrides
 from ..core.model.module_state import check_savable, check_sizes, check_trainable, tensor_names
 from ..core.random.generators import drawing_apart
@@ -356,6 +357,7 @@ class Strategy:
         as_made = ParametersAsMade(model, shaped)
         if self.config.activation_checkpointing is not None:
             recompute(model, self.config.activation_checkpointing, trains=optim is not None, device=self.device)
+        keep_documents_apart(model)
         self._place(model)
         noted.names = Names(model)
         self._module = model

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from packaging.version import Version
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.errors import ConfigError
@@ -192,6 +192,26 @@ def train_without_cache(model: nn.Module) -> list[str]:
     return list(found)
 
 
+def keep_documents_apart(model: nn.Module) -> None:
+    """Let models of transformers compute without a cache where they are given positions and neither a cache nor ``use_cache``.
+
+    Beside a cache they do not look for positions that begin again, so that every document of a packed sequence would see
+    those before it. Their configurations ask for a cache by default. Generation gives its own.
+    """
+    for module in model.modules():  # those inside of others too, which may be called by themselves
+        if not is_model_class(type(module)) or _without_cache in module._forward_pre_hooks.values():
+            continue
+        if "use_cache" in inspect.signature(module.forward).parameters:
+            module.register_forward_pre_hook(_without_cache, with_kwargs=True)
+
+
+def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    given = ("use_cache", "past_key_values", "cache")
+    if kwargs.get("position_ids") is None or any(kwargs.get(key) is not None for key in given):
+        return None
+    return args, {**kwargs, "use_cache": False}
+
+
 # All names of transformers that are private or change often; other modules use its public, documented names only.
 #
 # They were read, and ran, in transformers 5.17 and 5.23. Each function says in one line if the installed version lacks
@@ -220,6 +240,23 @@ def pretrained_models(model: nn.Module) -> dict[str, Any]:
 def attention_implementation(model: Any) -> str:
     """Return the name under which a model's attention is registered, which ``set_attn_implementation`` sets."""
     return str(model.config._attn_implementation)
+
+
+_BLOOM = "transformers.models.bloom.modeling_bloom"
+
+
+def bloom_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the attention layers of BLOOM in a model, none if one computes otherwise; it imports nothing."""
+    kind: Any = getattr(sys.modules.get(_BLOOM), "BloomAttention", None)
+    layers = [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
+    return layers if all(type(layer).forward is kind.forward for layer in layers) else []
+
+
+def bloom_slopes(layer: Any) -> Tensor:
+    """Return (heads,) of float32: by how much the scores of a layer of BLOOM grow with the position of a key."""
+    ones = torch.ones(1, 2, dtype=torch.long, device=layer.dense.weight.device)
+    found: Tensor = sys.modules[_BLOOM].build_alibi_tensor(ones, layer.num_heads, torch.float32)
+    return found[:, 0, 1]
 
 
 def has_tensor_plan(model: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from flextrain.core.torch_compat.torch_private import TorchDispatchMode
 from flextrain.strategies.mesh.context.attention import Ring, ring_attention
 from flextrain.strategies.mesh.context.batches import SequenceShards
 from flextrain.strategies.mesh.context.masks import Mask
+from flextrain.strategies.mesh.context.scores import PLAIN, Scores
 
 COUNT = 2
 
@@ -64,28 +65,46 @@ class Pretended(Ring):
 
 
 def in_a_ring(
-    query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, mask: Mask, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gradient: Tensor,
+    mask: Mask,
+    scale: float | None = None,
+    scores: Scores = PLAIN,
 ) -> list[Tensor]:
-    """Return the output and the gradients of queries, keys and values of a whole sequence, by two pretended processes."""
+    """Return the output and the gradients of queries, keys, values, and sinks if there are any, by two pretended processes."""
     length = query.shape[2]
     shards = SequenceShards(length, COUNT, length % (2 * COUNT) == 0)
     cut = [[shards.cut(tensor, 2, index) for tensor in (query, key, value, gradient)] for index in range(COUNT)]
     parts: list[list[Tensor]] = []
     sent: list[list[Tensor]] = []
+    of_sinks: list[Tensor] = []
     for index, (queries, keys, values, of_out) in enumerate(cut):
         given = [tensor.detach().clone().requires_grad_() for tensor in (queries, keys, values)]
         ring = Pretended(None, index, [0, 1], cut[1 - index][1:3])
-        found = ring_attention(given[0], given[1], given[2], mask, scale, shards, ring)
-        parts.append([found.detach(), *torch.autograd.grad(found, given, of_out)])
+        sinks = [] if scores.sinks is None else [scores.sinks.detach().clone().requires_grad_()]
+        own = replace(scores, sinks=sinks[0]) if sinks else scores
+        found = ring_attention(given[0], given[1], given[2], mask, scale, shards, ring, own)
+        gradients = torch.autograd.grad(found, [*given, *sinks], of_out)
+        parts.append([found.detach(), *gradients[:3]])
+        of_sinks += gradients[3:]
         sent.append(ring.sent[2])
     for index, part in enumerate(parts):
         for at, arrived in enumerate(sent[1 - index], 2):
             part[at] = (part[at].to(arrived.dtype) + arrived[..., : part[at].shape[-1]]).to(part[at].dtype)
-    return [shards.join(tensors, 2) for tensors in zip(*parts, strict=True)]
+    joined = [shards.join(tensors, 2) for tensors in zip(*parts, strict=True)]
+    return [*joined, of_sinks[0] + of_sinks[1]] if of_sinks else joined
 
 
 def on_one_device(
-    query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, mask: Mask, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gradient: Tensor,
+    mask: Mask,
+    scale: float | None = None,
+    scores: Scores = PLAIN,
 ) -> list[Tensor]:
     """Return the same by torch in float64, with a mask of all pairs; queries that attend to none give zeros."""
     length = query.shape[2]
@@ -93,7 +112,17 @@ def on_one_device(
     repeated = [given[0], *(tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in given[1:])]
     found = mask.tile((0, length), (0, length), query.device)
     allowed = found if isinstance(found, Tensor) else torch.tensor(found, device=query.device).view(1, 1, 1, 1)
-    scores = (repeated[0] @ repeated[1].transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    weights = torch.softmax(scores.masked_fill(~allowed, -1e300), -1).masked_fill(~allowed, 0.0)
-    out = weights @ repeated[2]
+    products = (repeated[0] @ repeated[1].transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if scores.softcap is not None:
+        products = torch.tanh(products / scores.softcap) * scores.softcap
+    if scores.slopes is not None and scores.positions is not None:
+        products = products + scores.slopes.double()[:, None, None] * scores.positions[:, None, None]
+    products = products.masked_fill(~allowed, -1e300)
+    if scores.sinks is None:
+        weights = torch.softmax(products, -1)
+    else:
+        given.append(scores.sinks.detach().double().requires_grad_())
+        sinks = given[3].view(-1, 1, 1).expand(*products.shape[:3], 1)
+        weights = torch.softmax(torch.cat([products, sinks], -1), -1)[..., :-1]
+    out = weights.masked_fill(~allowed, 0.0) @ repeated[2]
     return [out.detach(), *torch.autograd.grad(out, given, gradient.double())]

@@ -291,7 +291,7 @@ def _both_ways(inputs: list[Tensor], gradient: Tensor, ring: Pretended) -> tuple
     context = SimpleNamespace(save_for_backward=lambda *saved: setattr(context, "saved_tensors", saved))
     kernel = attention_private.attention_kernel(*inputs)
     blocks = attending._Blocks(Mask(CAUSAL), 0.2, SequenceShards(76, 2, False), ring, kernel)
-    found = attending._RingAttention.forward(context, *inputs, blocks)
+    found = attending._RingAttention.forward(context, *inputs, None, blocks)
     return found, attending._RingAttention.backward(context, gradient)[:3]  # type: ignore[return-value]
 
 
@@ -331,7 +331,7 @@ def test_messages_are_on_their_way_while_kernels_compute(monkeypatch: pytest.Mon
     ring = Logged(None, 2, [0, 1, 2])
     for way in ("forward", "backward"):
         own = getattr(attending._Blocks, way)
-        monkeypatch.setattr(attending._Blocks, way, lambda *a, own=own: ring.events.append("kernel") or own(*a))
+        monkeypatch.setattr(attending._Blocks, way, lambda *a, own=own, **k: ring.events.append("kernel") or own(*a, **k))
     *inputs, gradient = tensors(10)
     out = ring_attention(
         *(one.requires_grad_() for one in inputs), Mask(FULL), None, SequenceShards(30, 3, False), ring

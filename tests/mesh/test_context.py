@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
-from flextrain import BaseMetric, BaseModel, FlexibleRunner, Hook, MeshStrategy, OptimWrapper, SingleDeviceStrategy
+from flextrain import BaseMetric, BaseModel, FlexibleRunner, Hook, MeshStrategy
 from flextrain.core.base.errors import ConfigError, StrategyError
 from flextrain.core.base.registry import STRATEGIES
 from flextrain.core.comm import collectives as dist
@@ -30,14 +30,15 @@ from flextrain.strategies.mesh.context.comparison import MixedPositions, OneProc
 from flextrain.strategies.mesh.context.context_parallel import Context
 from flextrain.strategies.mesh.context.masks import Mask
 from flextrain.testing import WorkerGroup
-from flextrain.testing.differences import same_numbers, same_tensors
-from flextrain.testing.loop import alone, shard, train, windows
+from flextrain.testing.differences import same_tensors
+from flextrain.testing.loop import alone, train
 from flextrain.testing.sessions import load, save, whole_model
 
 from ..device import DEVICE
-from .models import LENGTH, VOCABULARY, Batch, Plain, PlainBlock, _exact_loss, of_transformers, sample
+from .cutting import ENCODER, Weighed, adamw, same_training
+from .models import LENGTH, VOCABULARY, Plain, PlainBlock, of_transformers, sample
 from .models import MATRICES as PLAN
-from .parity import RECIPES, TOLERANCE, compare, data, dtype_of, reference, started
+from .parity import RECIPES, compare, data, dtype_of, reference, started
 from .tensor_models import TrainingBlock
 
 pytestmark = pytest.mark.distributed
@@ -84,164 +85,31 @@ def test_parity(
 # Batches that a cut may get wrong
 
 
-def _uneven(batch: Batch, seed: int) -> Batch:
-    """Labels that do not count: the beginning of every sample, at times all of what the first process has."""
-    labels = batch["labels"].clone()
-    for row, length in enumerate(torch.randint(0, LENGTH - 2, (len(labels),), generator=_generator(seed)).tolist()):
-        labels[row, : length if seed % 3 else max(length, LENGTH // 2 + 1)] = -100
-    return {**batch, "labels": labels}
-
-
-def _padded(batch: Batch, seed: int) -> Batch:
-    """Padding on the left of some samples and on the right of others."""
-    mask, labels = torch.ones_like(batch["labels"]), batch["labels"].clone()
-    for row, length in enumerate(torch.randint(0, LENGTH - 4, (len(labels),), generator=_generator(seed)).tolist()):
-        span = slice(0, length) if row % 2 else slice(LENGTH - length, LENGTH)
-        mask[row, span], labels[row, span] = 0, -100
-    return {**batch, "labels": labels, "attention_mask": mask}
-
-
-def _packed(batch: Batch, seed: int) -> Batch:
-    """Several documents in each sequence, whose positions start again."""
-    count = len(batch["labels"])
-    starts = torch.randint(1, 6, (count, LENGTH), generator=_generator(seed)).cumsum(-1)
-    positions = torch.stack([torch.cat([torch.arange(n) for n in _lengths(row.tolist())])[:LENGTH] for row in starts])
-    return {**batch, "position_ids": positions}
-
-
-def _divided(batch: Batch, seed: int) -> Batch:
-    """The number that transformers' losses are divided by, instead of being means."""
-    batch = _uneven(batch, seed)
-    return {**batch, "num_items_in_batch": (batch["labels"][:, 1:] != -100).sum()[None]}
-
-
-def _lengths(stops: Sequence[int]) -> list[int]:
-    return [stop - start for start, stop in zip([0, *stops], stops, strict=False)]
-
-
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-class Weighed(nn.Module):
-    """A causal language model with ``loss_weight``, as users write it for one device."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.temperature = nn.Parameter(torch.ones(()))
-
-    def forward(self, mode: str = "loss", **batch: Tensor) -> Any:
-        found = self.model(**{**batch, "position_ids": batch.get("position_ids")})
-        return {"loss": found.loss * self.temperature} if mode == "loss" else found.logits
-
-    def loss_weight(self, data: Batch) -> Tensor:
-        return (data["labels"][:, 1:] != -100).sum()
-
-
-class Encoder(nn.Module):
-    """A model of torch's own layers, in which every position sees all others, without positions of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.position = nn.Embedding(VOCABULARY, 16), nn.Embedding(LENGTH, 16)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(16, 2, 32, 0.0, functional.gelu, batch_first=True, norm_first=True, bias=False)
-            for _ in range(2)
-        )
-        self.head = nn.Linear(16, VOCABULARY)
-
-    def forward(self, tokens: Tensor, where: Tensor, targets: Tensor | None = None) -> Any:
-        hidden = self.embed(tokens) + self.position(where)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        logits = self.head(hidden)
-        if targets is None:
-            return logits
-        return {"loss": functional.cross_entropy(logits.flatten(0, 1), targets.flatten())}
-
-
-def _for_encoder(batch: Batch, seed: int) -> Batch:
-    labels = batch["labels"].clone()
-    labels[torch.rand(labels.shape, generator=_generator(seed)) < 0.6] = -100
-    where = torch.arange(LENGTH).expand(len(labels), -1)
-    return {"tokens": batch["input_ids"], "where": where.contiguous(), "targets": labels}
-
-
-def _llama(**options: Any) -> nn.Module:
-    return of_transformers("llama", **options)
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Batch, int], Batch]]] = {
-    "uneven": (_llama, _uneven),
-    "padded": (_llama, _padded),
-    "packed": (_llama, _packed),
-    "divided": (_llama, _divided),
-    "number": (_llama, _divided),  # which the loss does not look at
-    "window": (functools.partial(of_transformers, "mixtral", sliding_window=5), _padded),
-    "weighed": (lambda: Weighed(of_transformers("llama")), _uneven),
-    "encoder": (Encoder, _for_encoder),
-}
-ENCODER = dict(cp_keys={"tokens": 1, "targets": 1, "where": 1}, cp_positions="where")
-
-
-def _windows(name: str, accumulate: int) -> list[list[Batch]]:
-    change = MODELS[name][1]
-    return windows([change(sample("llama", 4, seed), seed) for seed in range(5)], accumulate) * 2
-
-
-def _model(name: str) -> nn.Module:
-    torch.manual_seed(7)
-    model = MODELS[name][0]()
-    language = model.model if isinstance(model, Weighed) else model
-    if name != "encoder":  # in float64, and with labels that do not count
-        language.loss_function = _exact_loss if name == "number" else _loss
-    return model
-
-
-def _loss(logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    number = kwargs.get("num_items_in_batch")
-    how = "mean" if number is None else "sum"
-    loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction=how)
-    return loss if number is None else loss / number.squeeze()
-
-
-def _optim(accumulate: int) -> OptimWrapper:
-    return OptimWrapper(dict(type="AdamW", lr=3e-3), accumulative_counts=accumulate, clip_grad=dict(max_norm=0.1))
-
-
-def same_training(name: str, options: Mapping[str, Any], accumulate: int = 2) -> None:
-    """In a worker: train a case on one device and under a mesh, and compare; then compare outputs of the trained model."""
-    torch.set_num_threads(1)
-    found = []
-    with dtype_of(torch.float64):
-        global_windows = _windows(name, accumulate)
-        inputs = [
-            {k: v for k, v in batch.items() if k not in ("labels", "targets", "num_items_in_batch")}
-            for batch in global_windows[0]
-        ]
-        for make in (lambda: SingleDeviceStrategy(device=DEVICE), lambda: MeshStrategy(device=DEVICE, **options)):
-            with alone() if not found else torch.enable_grad():
-                strategy = make()
-                strategy.join()
-                model, optim = strategy.setup(_model(name), _optim(accumulate))
-                trace = train(strategy, model, optim, global_windows)  # type: ignore[arg-type]
-                outputs = None if name == "weighed" else _outputs(strategy, model, inputs)
-                found.append((trace, whole_model(strategy), outputs))
-                reports = strategy.topology.reports
-                index, count = strategy.topology.shard
-                strategy.leave()
-                if len(found) == 2:
-                    dist.destroy_process_group()
-    (expected, weights, outputs), (trace, found_weights, found_outputs) = found
-    same_numbers(trace.losses, expected.losses, "the loss", TOLERANCE[torch.float64])
-    same_numbers(trace.grad_norms, expected.grad_norms, "the gradient norm", TOLERANCE[torch.float64])
-    same_tensors(found_weights, weights, "final weights", TOLERANCE[torch.float64])
-    if outputs is not None:
-        assert reports == (found_outputs is not None and found_outputs[0] is not None)
-        for mine, whole in zip(found_outputs or (), outputs, strict=True):
-            if reports:
-                torch.testing.assert_close(mine, whole.tensor_split(count)[index], rtol=1e-9, atol=1e-9)
+@pytest.mark.parametrize(
+    "world_size, name, options",
+    [
+        pytest.param(2, "uneven", dict(cp=2, cp_kind="ring"), id="uneven-ring"),
+        pytest.param(2, "packed", dict(cp=2, cp_kind="ring"), id="packed-ring"),
+        pytest.param(2, "uneven", dict(cp=2), id="uneven-ulysses", marks=FULL),
+        pytest.param(2, "packed", dict(cp=2), id="packed-ulysses", marks=FULL),
+        pytest.param(2, "padded", dict(cp=2), id="padded-ulysses", marks=FULL),
+        pytest.param(2, "padded", dict(cp=2, cp_kind="ring"), id="padded-ring", marks=FULL),
+        pytest.param(2, "window", dict(cp=2, cp_kind="ring"), id="window-ring", marks=FULL),
+        pytest.param(2, "window", dict(cp=2, cp_kind="ulysses"), id="window-ulysses", marks=FULL),
+        pytest.param(2, "encoder", dict(cp=2, **ENCODER), id="encoder-ring", marks=FULL),
+        pytest.param(2, "encoder", dict(cp=2, cp_kind="ulysses", **ENCODER), id="encoder-ulysses", marks=FULL),
+        pytest.param(2, "weighed", dict(cp=2), id="weighed"),
+        pytest.param(2, "divided", dict(cp=2), id="divided", marks=FULL),
+        pytest.param(2, "number", dict(cp=2), id="number", marks=FULL),
+        pytest.param(4, "weighed", dict(cp=2), id="weighed-dp2", marks=FULL),
+        pytest.param(4, "packed", dict(cp=4, cp_kind="ring"), id="packed-ring4", marks=FULL),
+        pytest.param(4, "window", dict(cp=4, cp_kind="ring"), id="window-ring4", marks=FULL),
+    ],
+)
+def test_what_a_cut_may_get_wrong(
+    workers: Callable[[int], WorkerGroup], world_size: int, name: str, options: dict[str, Any]
+) -> None:
+    workers(world_size).run(same_training, name, options)
 
 
 def made_masks(name: str, how: Any) -> tuple[int, bool]:
@@ -276,42 +144,6 @@ def test_repetitions_have_the_masks_of_forward(workers2: WorkerGroup, how: Any) 
     usual = workers2.run(made_masks, "padded", None)
     assert workers2.run(made_masks, "padded", how) == usual
     assert all(made and not left for made, left in usual)
-
-
-def _outputs(strategy: Any, model: nn.Module, batches: Sequence[Batch]) -> list[Any]:
-    """The logits of batches; None on a process that does not report."""
-    model.eval()
-    parts = [strategy.split(shard(batch, *strategy.topology.shard)) for batch in batches]
-    found = [strategy.evaluate(part, Evaluated(model)) for part in parts]
-    model.train()
-    return [getattr(one, "logits", one) for one in found]
-
-
-@pytest.mark.parametrize(
-    "world_size, name, options",
-    [
-        pytest.param(2, "uneven", dict(cp=2, cp_kind="ring"), id="uneven-ring"),
-        pytest.param(2, "packed", dict(cp=2, cp_kind="ring"), id="packed-ring"),
-        pytest.param(2, "uneven", dict(cp=2), id="uneven-ulysses", marks=FULL),
-        pytest.param(2, "packed", dict(cp=2), id="packed-ulysses", marks=FULL),
-        pytest.param(2, "padded", dict(cp=2), id="padded-ulysses", marks=FULL),
-        pytest.param(2, "padded", dict(cp=2, cp_kind="ring"), id="padded-ring", marks=FULL),
-        pytest.param(2, "window", dict(cp=2, cp_kind="ring"), id="window-ring", marks=FULL),
-        pytest.param(2, "window", dict(cp=2, cp_kind="ulysses"), id="window-ulysses", marks=FULL),
-        pytest.param(2, "encoder", dict(cp=2, **ENCODER), id="encoder-ring", marks=FULL),
-        pytest.param(2, "encoder", dict(cp=2, cp_kind="ulysses", **ENCODER), id="encoder-ulysses", marks=FULL),
-        pytest.param(2, "weighed", dict(cp=2), id="weighed"),
-        pytest.param(2, "divided", dict(cp=2), id="divided", marks=FULL),
-        pytest.param(2, "number", dict(cp=2), id="number", marks=FULL),
-        pytest.param(4, "weighed", dict(cp=2), id="weighed-dp2", marks=FULL),
-        pytest.param(4, "packed", dict(cp=4, cp_kind="ring"), id="packed-ring4", marks=FULL),
-        pytest.param(4, "window", dict(cp=4, cp_kind="ring"), id="window-ring4", marks=FULL),
-    ],
-)
-def test_what_a_cut_may_get_wrong(
-    workers: Callable[[int], WorkerGroup], world_size: int, name: str, options: dict[str, Any]
-) -> None:
-    workers(world_size).run(same_training, name, options)
 
 
 def of_wrong_key() -> str:
@@ -529,7 +361,7 @@ def dropped() -> tuple[list[Tensor], Tensor, Tensor]:
     torch.manual_seed(5)
     strategy = MeshStrategy(device=DEVICE, cp=2, cp_kind="ulysses")
     strategy.join()
-    model, optim = strategy.setup(Plain(dropout=0.5), _optim(1))
+    model, optim = strategy.setup(Plain(dropout=0.5), adamw(1))
     masks: list[Tensor] = []
 
     def note(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -578,7 +410,7 @@ def late_losses(spec: dict[str, Any]) -> list[float]:
     strategy = STRATEGIES.build(dict(spec, device=DEVICE), "strategy")
     strategy.join()
     whole = Late()
-    model, optim = strategy.setup(whole, _optim(1))
+    model, optim = strategy.setup(whole, adamw(1))
     losses: list[float] = []
     for whole.attends in (False, True):
         batches = [sample("plain", 4, seed) for seed in range(2)]
@@ -843,20 +675,6 @@ def test_the_first_batch_is_compared_at_both_ends() -> None:
     assert found["other"] is where
 
 
-class Evaluated:
-    """An EvalStep that gives what the model gives."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def prepare(self, batch: Batch) -> Batch:
-        return batch
-
-    def predict(self, batch: Batch) -> Any:
-        with torch.no_grad():
-            return self.model(**{name: value.to(DEVICE) for name, value in batch.items()})
-
-
 def refused(models: Mapping[str, Callable[[], nn.Module]]) -> dict[str, str]:
     """In a worker: what is raised for each of the models, before any update."""
     torch.set_num_threads(1)
@@ -865,7 +683,7 @@ def refused(models: Mapping[str, Callable[[], nn.Module]]) -> dict[str, str]:
         torch.manual_seed(7)
         strategy = MeshStrategy(device=DEVICE, cp=2, cp_kind="ulysses")
         strategy.join()
-        model, optim = strategy.setup(make(), _optim(1))
+        model, optim = strategy.setup(make(), adamw(1))
         try:
             train(strategy, model, optim, [[sample("plain", 4, 0)]] * 2)  # type: ignore[arg-type]
             if isinstance(model, Added):

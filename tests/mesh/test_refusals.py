@@ -19,7 +19,7 @@ from flextrain.core.base.errors import FlexTrainError
 from flextrain.strategies.mesh.context.attention import SequenceAttention
 from flextrain.strategies.mesh.context.batches import SequenceBatches, SequenceShards
 from flextrain.strategies.mesh.context.context_parallel import check_of_transformers
-from flextrain.strategies.mesh.context.masks import CAUSAL
+from flextrain.strategies.mesh.context.masks import CAUSAL, BatchMasks
 from flextrain.strategies.mesh.context.transformers import Interception, rule_of, shifts_labels
 
 from .models import of_transformers
@@ -65,8 +65,7 @@ def attend(
         is_local=False,
         is_apart=False,
         length=length,
-        _masks={},
-        _added=(None, None),
+        masks=BatchMasks(),
     )
     tensors = args or (torch.zeros(1, heads, 4, 2),) * 3
 
@@ -236,9 +235,11 @@ def test_causal_masks_of_transformers_are_known() -> None:
 def test_padding_of_a_transformers_model_is_not_that_of_attention_beside_it() -> None:
     masks: list[Any] = []
     attention = object.__new__(SequenceAttention)
-    attention._masks, attention.is_local = {}, False
+    attention.masks, attention.is_local = (
+        BatchMasks(keys=torch.tensor([[True, True, False]])),
+        False,
+    )  # of the batch before
     attention._attend = lambda query, key, value, mask, *_: (masks.append(mask), query)[1]  # type: ignore[method-assign,func-returns-value]
-    attention.add_to_masks(keys=torch.tensor([[True, True, False]]))  # of the batch before
     x = torch.ones(1, 2, 3, 8)
     with Interception(attention):
         torch.nn.functional.scaled_dot_product_attention(x, x, x)

@@ -22,6 +22,7 @@ from ....core.base.errors import StrategyError
 from ....core.torch_compat.attention_private import AttentionKernel, attention_kernel, takes_groups
 from .batches import SequenceShards
 from .masks import CAUSAL, AttentionBlock, BatchMasks, Mask
+from .scores import PLAIN, Scores, accumulated, attention_with_dropout, block_by_hand, block_by_hand_backward
 
 # Ring attention: keys and values go round the processes, and in backward their gradients with them.
 
@@ -64,29 +65,35 @@ class Ring:
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None, shards: SequenceShards, ring: Ring
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None, shards: SequenceShards, ring: Ring,
+    scores: Scores = PLAIN,
+) -> Tensor:  # fmt: skip
     """Return the attention of this process's queries to the keys of all processes.
 
     Each block of queries and keys is computed by the kernel that torch chooses for this device, dtype and shape, while the next keys and values
-    are on their way. Blocks that have a mask, and all if there is no kernel, are computed by hand, tile by tile. What is added up
-    is in float32 at least.
+    are on their way. Blocks that have a mask, and all if there is no kernel or scores are changed, are computed by hand, tile by
+    tile. What is added up is in float32 at least.
 
     Args:
         query: (samples, heads, positions of this process, width).
         key, value: the same with a number of heads that divides that of ``query``; ``value`` may have another width.
         mask: which position attends to which. One that attends to none gives zeros.
         scale: factor of the scores; None: 1 / sqrt(width).
+        scores: what else is done to them, for the heads of ``query``; its positions are those of the whole sequence.
 
     Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; blocks are combined as
     in Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness", 2022.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     width = value.shape[-1]
-    aligned = _aligned(query, key, value)
-    kernel = attention_kernel(*aligned)
-    query, key, value = aligned if kernel is not None else (query, key, value)
-    found: Tensor = _RingAttention.apply(query, key, value, _Blocks(mask, scale, shards, ring, kernel))
+    kernel = None
+    if scores.are_products and (mask.alone is None or scores.sinks is not None):
+        aligned = _aligned(query, key, value)
+        kernel = attention_kernel(*aligned)
+        query, key, value = aligned if kernel is not None else (query, key, value)
+    found: Tensor = _RingAttention.apply(
+        query, key, value, scores.sinks, _Blocks(mask, scale, shards, ring, kernel, scores)
+    )
     return found if found.shape[-1] == width else found[..., :width]
 
 
@@ -109,21 +116,32 @@ class _Blocks:
     shards: SequenceShards
     ring: Ring
     kernel: AttentionKernel | None
+    scores: Scores = PLAIN
 
     def of_step(self, step: int, device: torch.device) -> Iterator[AttentionBlock]:
         """The blocks with the keys of the process ``step`` before."""
         blocks = self.mask.blocks if self.kernel is not None else self.mask.tiles
-        index = self.ring.index
-        return blocks(self.shards, index, (index - step) % self.shards.count, device)
+        return blocks(self.shards, self.ring.index, self.source(step), device)
+
+    def source(self, step: int) -> int:
+        """The process ``step`` before."""
+        return (self.ring.index - step) % self.shards.count
+
+    def _positions(self, block: AttentionBlock, source: int) -> Tensor | None:
+        """The positions of a block's keys, which process ``source`` has."""
+        if self.scores.positions is None:
+            return None
+        return self.shards.cut(self.scores.positions, -1, source)[:, slice(*block.columns)]
 
     def forward(
-        self, block: AttentionBlock, query: Tensor, key: Tensor, value: Tensor
+        self, block: AttentionBlock, query: Tensor, key: Tensor, value: Tensor, source: int
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Return the output of a block, the logarithms of the sums of its exponentials, and random numbers."""
         given = block.of_rows(query), block.of_columns(key), block.of_columns(value)
         if self.kernel is not None and block.allowed is True:
             return self.kernel.forward(*given, block.is_causal, self.scale)
-        return *_by_hand(*given, block.allowed, self.scale), ()
+        positions = self._positions(block, source)
+        return *block_by_hand(*given, block, self.scale, self.scores, positions), ()
 
     def backward(
         self,
@@ -132,6 +150,7 @@ class _Blocks:
         inputs: Sequence[Tensor],
         of_all: tuple[Tensor, Tensor],
         random: tuple[Tensor, ...],
+        source: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return a block's gradients of queries, keys and values; ``of_all``: the output and the sums of all blocks."""
         query, key, value = inputs
@@ -139,12 +158,13 @@ class _Blocks:
         out, sums = (block.of_rows(tensor) for tensor in of_all)
         if self.kernel is not None and block.allowed is True:
             return self.kernel.backward(*given, out, sums, random, block.is_causal, self.scale)
-        return _by_hand_backward(*given, out, sums, block.allowed, self.scale)
+        positions = self._positions(block, source)
+        return block_by_hand_backward(*given, out, sums, block, self.scale, self.scores, positions)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: _Blocks) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, blocks: _Blocks) -> Tensor:
         with torch.autocast(query.device.type, enabled=False):
             combined = _Combined(query, value)
             random: tuple[Tensor, ...] = ()
@@ -152,13 +172,14 @@ class _RingAttention(torch.autograd.Function):
             for step in range(count):
                 wait = blocks.ring.send_on(travelling) if step < count - 1 else None
                 for block in blocks.of_step(step, query.device):
-                    out, sums, drawn = blocks.forward(block, query, *travelling)
+                    out, sums, drawn = blocks.forward(block, query, *travelling, source=blocks.source(step))
                     combined.add(block, out, sums)
                     random = random or drawn
                 if wait is not None:
                     travelling = wait()
-            found = combined.out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, found, combined.sums, *random)
+            out, sums = blocks.scores.with_sinks(combined.out, combined.sums)
+            found = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, found, sums, *random)
         ctx.blocks = blocks
         return found
 
@@ -177,7 +198,8 @@ class _RingAttention(torch.autograd.Function):
                 wait = blocks.ring.send_on(travelling) if step < count - 1 else None
                 of_key, of_value = (_Sum(tensor) for tensor in travelling)
                 for block in blocks.of_step(step, query.device):
-                    found = blocks.backward(block, gradient, (query, *travelling), (out, sums), tuple(random))
+                    inputs, of_all = (query, *travelling), (out, sums)
+                    found = blocks.backward(block, gradient, inputs, of_all, tuple(random), blocks.source(step))
                     of_query.add(block.of_rows, found[0])
                     of_key.add(block.of_columns, found[1])
                     of_value.add(block.of_columns, found[2])
@@ -193,18 +215,15 @@ class _RingAttention(torch.autograd.Function):
                     travelling = wait()
             if arriving is not None:
                 own = [one.add_(other) for one, other in zip(arriving(), own, strict=True)]
-        return of_query.total.to(query.dtype), own[0].to(key.dtype), own[1].to(value.dtype), None
-
-
-def _accumulated(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+            of_sinks = blocks.scores.gradient_of_sinks(gradient, out, sums)
+        return of_query.total.to(query.dtype), own[0].to(key.dtype), own[1].to(value.dtype), of_sinks, None
 
 
 class _Sum:
     """A sum of gradients of blocks of a tensor."""
 
     def __init__(self, like: Tensor) -> None:
-        self._like, self._dtype = like, _accumulated(like)
+        self._like, self._dtype = like, accumulated(like)
         self._total: Tensor | None = None
 
     def add(self, view: Callable[[Tensor], Tensor], found: Tensor) -> None:
@@ -230,7 +249,7 @@ class _Combined:
     """
 
     def __init__(self, query: Tensor, value: Tensor) -> None:
-        self._shape, self._device, self._dtype = (*query.shape[:3], value.shape[3]), query.device, _accumulated(query)
+        self._shape, self._device, self._dtype = (*query.shape[:3], value.shape[3]), query.device, accumulated(query)
         self._found: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -261,42 +280,6 @@ class _Combined:
         before.copy_(torch.logaddexp(before, sums))
 
 
-def _by_hand(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the output of a block and the logarithms of its sums."""
-    scores = _scores(query, key, scale, allowed)
-    sums = torch.logsumexp(scores, -1)
-    base = torch.where(sums == -torch.inf, 0.0, sums)  # of a position that attends to none
-    weights = scores.sub_(base[..., None]).exp_()
-    return (weights @ value[:, :, None].to(weights.dtype)).flatten(1, 2), sums.flatten(1, 2)
-
-
-def _by_hand_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, allowed: Tensor | bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys and values; queries that share a head of keys add up."""
-    dtype, heads = _accumulated(query), key.shape[1]
-    queries, to_values, outs = (_grouped(tensor, heads).to(dtype) for tensor in (query, gradient, out))
-    keys, values = (tensor[:, :, None].to(dtype) for tensor in (key, value))
-    base = torch.where(sums == -torch.inf, 0.0, sums)
-    weights = _scores(query, key, scale, allowed).sub_(_grouped(base, heads)[..., None]).exp_()
-    delta = (to_values * outs).sum(-1, keepdim=True)
-    of_scores = (to_values @ values.transpose(-1, -2)).sub_(delta).mul_(weights).mul_(scale)
-    of_key = (of_scores.transpose(-1, -2) @ queries).sum(2)
-    return (of_scores @ keys).flatten(1, 2), of_key, (weights.transpose(-1, -2) @ to_values).sum(2)
-
-
-def _grouped(tensor: Tensor, heads: int) -> Tensor:
-    """(samples, heads of queries, ...) as (samples, heads of keys, queries for each, ...)."""
-    return tensor.reshape(tensor.shape[0], heads, -1, *tensor.shape[2:])
-
-
-def _scores(query: Tensor, key: Tensor, scale: float, allowed: Tensor | bool) -> Tensor:
-    """(samples, heads of keys, queries for each, rows, columns)."""
-    dtype = _accumulated(query)
-    scores = (_grouped(query, key.shape[1]).to(dtype) @ key[:, :, None].to(dtype).transpose(-1, -2)).mul_(scale)
-    return scores if isinstance(allowed, bool) else scores.masked_fill_(~allowed[:, :, None], -torch.inf)
-
-
 # Ulysses: an all-to-all gives each process some of the heads with the whole sequence, and another one takes them
 # back.
 
@@ -310,6 +293,7 @@ def ulysses_attention(
     shards: SequenceShards,
     group: Any,
     dropout: float = 0.0,
+    scores: Scores = PLAIN,
 ) -> Tensor:
     """Return the attention of this process's queries to the keys of all processes, by torch's own kernels.
 
@@ -319,6 +303,7 @@ def ulysses_attention(
         query: (samples, heads, positions of this process, width); the number of processes divides that of the heads.
         key, value: the same with a number of heads that divides that of ``query``.
         mask, scale: see ``ring_attention``.
+        scores: the same for the heads that this process has of the whole sequence.
         dropout: probability; each process must draw random numbers of its own.
 
     Source: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
@@ -332,23 +317,31 @@ def ulysses_attention(
         repeats = repeats if shared % repeats == 0 else shared
         key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
     query, key, value = (_whole_sequence(tensor, shards, group) for tensor in (query, key, value))
-    out = _whole_attention(query, key, value, mask, scale, dropout)
+    out = _whole_attention(query, key, value, mask, scale, dropout, scores)
     return _own_positions(out, shards, group)
 
 
 def _whole_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None, dropout: float
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None, dropout: float, scores: Scores = PLAIN
 ) -> Tensor:
     """Attention of all positions of a sequence, which this process has."""
     length, allowed = query.shape[2], None
     causal = mask.by_rule and mask.rule == CAUSAL
+    if dropout and (mask.alone is not None or not scores.are_plain):
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return attention_with_dropout(query, key, value, mask.dense(length, query.device), scale, scores, dropout)
     if (
-        not mask.by_rule
-        and not dropout
-        and mask.is_in_blocks
-        and attention_kernel(*_aligned(query, key, value)) is not None
+        not scores.are_plain
+        or mask.alone is not None
+        or (
+            not mask.by_rule
+            and not dropout
+            and mask.is_in_blocks
+            and attention_kernel(*_aligned(query, key, value)) is not None
+        )
     ):
-        return ring_attention(query, key, value, mask, scale, SequenceShards(length, 1, False), Ring(None, 0, [0]))
+        alone = SequenceShards(length, 1, False), Ring(None, 0, [0])
+        return ring_attention(query, key, value, mask, scale, *alone, scores)
     if not causal:
         allowed = mask.dense(length, query.device)
     groups = query.shape[1] != key.shape[1]
@@ -429,8 +422,9 @@ class SequenceAttention:
         return SequenceShards(length, self.count, self.kind == "ring" and length % (2 * self.count) == 0)
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None, dropout: float, source: str
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None, dropout: float, source: str,
+        scores: Scores = PLAIN,
+    ) -> Tensor:  # fmt: skip
         """Return attention as ``scaled_dot_product_attention`` has it, (samples, heads, positions, width).
 
         Tensors may be DTensors of another mesh, such as that of tensor parallelism, sharded by heads.
@@ -438,7 +432,7 @@ class SequenceAttention:
         Raises:
             StrategyError: a request that is impossible here; the message begins with ``source``.
         """
-        return self._attend(query, key, value, mask, scale, dropout, source)
+        return self._attend(query, key, value, mask, scale, dropout, source, scores)
 
     def end(self) -> None:
         """Let go of what belongs to the forwards of an update or evaluation."""
@@ -449,17 +443,23 @@ class SequenceAttention:
         self._attend = torch.compiler.disable(self._attend)  # type: ignore[method-assign, no-untyped-call]
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None, dropout: float, source: str
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None, dropout: float, source: str,
+        scores: Scores,
+    ) -> Tensor:  # fmt: skip
         self.calls += 1
         if isinstance(query, DTensor):
-            return self._on_shards_of_heads(query, key, value, mask, scale, dropout, source)
+            return self._on_shards_of_heads(query, key, value, mask, scale, dropout, source, scores)
         own, others = query.shape[-2], key.shape[-2]
         if own != others or (self.length is not None and own * self.count != self.length):
             raise StrategyError(
                 f"{source}: {own} queries and {others} keys, context parallelism needs the sequence's "
                 f"{own if self.length is None else self.length // self.count} positions of this process for both"
             )
+        for name, found in (("sinks", scores.sinks), ("slopes", scores.slopes)):
+            if found is not None and len(found) != query.shape[1]:
+                raise StrategyError(
+                    f"{source}: has {len(found)} {name} of attention for {query.shape[1]} heads on a process"
+                )
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -467,7 +467,10 @@ class SequenceAttention:
         if self.is_apart:
             of_heads = query.shape[1] // key.shape[1]
             key, value = (tensor.repeat_interleave(of_heads, 1) for tensor in (key, value))
-            return value + 0.0 * (query.sum(-1, keepdim=True) + key.sum(-1, keepdim=True))
+            others = query.sum(-1, keepdim=True) + key.sum(-1, keepdim=True)
+            if scores.sinks is not None:
+                others = others + scores.sinks[:, None, None]
+            return value + 0.0 * others
         shards = self.shards(own * self.count)
         if self.kind == "ulysses":
             if query.shape[1] % self.count:
@@ -475,14 +478,15 @@ class SequenceAttention:
                     f'strategy.cp_kind: "ulysses" needs a number of heads that cp={self.count} divides, {source} has '
                     f'{query.shape[1]} on a process; choose "ring"'
                 )
+            own_heads = scores.of_heads(self.index, self.count)
             with self._locally():
-                return ulysses_attention(query, key, value, mask, scale, shards, self._group, dropout)
+                return ulysses_attention(query, key, value, mask, scale, shards, self._group, dropout, own_heads)
         if dropout:
             raise StrategyError(
                 f'strategy.cp_kind: "ring" has no dropout of attention, {source} asks for {dropout}; choose "ulysses", or '
                 "set it to 0"
             )
-        return ring_attention(query, key, value, mask, scale, shards, self._ring)
+        return ring_attention(query, key, value, mask, scale, shards, self._ring, scores)
 
     @contextmanager
     def _locally(self) -> Iterator[None]:
@@ -493,14 +497,23 @@ class SequenceAttention:
             self.is_local = False
 
     def _on_shards_of_heads(
-        self, query: Any, key: Any, value: Any, mask: Mask, scale: float | None, dropout: float, source: str
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Mask,
+        scale: float | None,
+        dropout: float,
+        source: str,
+        scores: Scores,
     ) -> Tensor:
         mesh: DeviceMesh = query.device_mesh
         layout: Sequence[Placement] = [Replicate()] * mesh.ndim
         if mesh.ndim == 1 and query.placements == (Shard(1),) and key.shape[1] % mesh.size() == 0:
             layout = (Shard(1),)
         query, key, value = (one.redistribute(placements=layout).to_local() for one in (query, key, value))
-        found = self(query, key, value, mask, scale, dropout, source)
+        scores = scores.on_shards(mesh, [Shard(0) if each.is_shard() else each for each in layout])
+        found = self(query, key, value, mask, scale, dropout, source, scores)
         return cast(Tensor, DTensor.from_local(found, mesh, layout, run_check=False))
 
     def own(self, whole: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from ....core.base.errors import ConfigError, StrategyError, suggest
+from ....core.model.token_counts import TokenCount
 from ....core.torch_compat.torch_private import tree_flatten, tree_unflatten
 
 # Which positions of a sequence each process has: a range of them, or one from either end.
@@ -76,7 +77,8 @@ class CutBatch(dict[str, Any]):
         size: number of its samples; None if sequences are along the first dimension.
         dim, dims: dimension of the sequences, and that of each entry that was cut.
         count, total: number of targets that count in the loss, on this process and on all that share the batch.
-        weight: what ``loss_weight`` gives for this shard.
+        weight: what ``loss_weight`` gives for this shard; 1 if it has not been asked.
+        is_weighed: ``loss_weight`` has been asked. One that counts labels is not, of a batch without any, such as one to predict.
         is_sum: the loss is a sum divided by a number that the batch has, no mean over this shard.
         is_void: no target of this shard counts, but some of the batch do: the loss has factor 0.
     """
@@ -89,6 +91,7 @@ class CutBatch(dict[str, Any]):
     count: float
     total: float
     weight: float
+    is_weighed: bool
     is_sum: bool
     is_void: bool
 
@@ -154,7 +157,9 @@ class SequenceBatches:
         else:
             counted = _counted(whole[ignoring], dims[ignoring])
             cut.count, cut.total = float(shards.cut(counted, -1, self.index).sum()), float(counted.sum())
-        if self.loss_weight is not None:
+        has_labels = any(isinstance(whole.get(key), Tensor) for key in ("labels", "shift_labels"))
+        cut.weight, cut.is_weighed = 1.0, has_labels or not isinstance(self.loss_weight, TokenCount)
+        if self.loss_weight is not None and cut.is_weighed:
             # It may shift labels itself, which those of a shard are already.
             shifted = self._is_shifted(whole)
             share = (cut.count / cut.total if cut.total else 0.0) if shifted else 1.0

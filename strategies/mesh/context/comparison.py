@@ -342,8 +342,10 @@ class MixedPositions(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         if len(kinds) > 1 and "dim" not in given:  # chosen by what each position has itself, such as its label
             return
-        if any(bool((own.amax(dim) != own.amin(dim)).any()) for dim in dims):
-            self._note(name)
+        for dim in dims:
+            last = own.amax(dim, keepdim=True)
+            if bool((torch.where(own == 0, last, own) != last).any()):  # what is not written yet is of no position
+                self._note(name)
 
     def _note(self, name: str, does: str = "combines positions of a sequence") -> None:
         if self.found is None:
@@ -456,6 +458,9 @@ _CAUSE = (
     "something in it sees the positions of one process only: attention that is not scaled_dot_product_attention, positions that "
     "it counts itself, a convolution, or a loss that is no mean over the targets that are not -100"
 )
+_OF_DOCUMENTS = (
+    "with strategy.cp documents whose positions begin again are kept apart, which the model has to do on one device too"
+)
 
 
 class OneProcessComparison:
@@ -477,6 +482,7 @@ class OneProcessComparison:
     ) -> None:
         self._model, self._batches, self._attention = model, batches, attention
         self._adapted, self._interception, self._mesh, self._is_weighed = adapted, interception, mesh, is_weighed
+        self._has_documents = False
         forwards = (vars(module).get("forward") for module in model.modules())
         # One that is recomputed in backward stands in a partial.
         own = (forward.args[0] if isinstance(forward, functools.partial) else forward for forward in forwards)
@@ -514,6 +520,7 @@ class OneProcessComparison:
             loss = step.forward(cut)[0]
             loss = loss * factor if factor else loss.nan_to_num() * 0.0
             gradients = differentiated(self._model, loss, self._mesh.get_group())
+        self._has_documents = _has_documents(cut)
         both = torch.stack([loss.detach(), expected.detach()]).double()
         torch.distributed.all_reduce(both, group=self._mesh.get_group())
         value, right = (both / self._mesh.size()).tolist()
@@ -522,7 +529,7 @@ class OneProcessComparison:
         if found is not None:
             raise StrategyError(
                 f"model.{found[0]}: over strategy.cp={self._mesh.size()} processes its gradient differs by {found[1]:.1e} of its size "
-                f"from that of one process; {_CAUSE}"
+                f"from that of one process; {self._cause}"
             )
 
     def of_evaluation(self, batch: CutBatch, step: EvalStep) -> None:
@@ -533,6 +540,7 @@ class OneProcessComparison:
             self._follow(cut, lambda: step.predict(cut))
         self._check_calls()
         self._raise_found()
+        self._has_documents = _has_documents(cut)
         with torch.no_grad(), self._uncut(), trying(self._model):
             expected = step.predict(whole)
         with torch.no_grad(), self._together(cut), trying(self._model):
@@ -616,6 +624,10 @@ class OneProcessComparison:
                         "count; define loss_weight(data) in the model"
                     )
 
+    @property
+    def _cause(self) -> str:
+        return _OF_DOCUMENTS if self._has_documents else _CAUSE
+
     def _check_difference(self, difference: float, scale: float, what: str) -> None:
         if scale != scale:  # a mean over nothing
             return
@@ -624,8 +636,14 @@ class OneProcessComparison:
             tolerance = tolerance if self._attention.device.type == "cpu" else max(tolerance, 2e-3)
         if not difference <= tolerance * max(scale, 1e-3):  # also if it is NaN
             raise StrategyError(
-                f"model: over strategy.cp={self._mesh.size()} processes {what} of one process; {_CAUSE}"
+                f"model: over strategy.cp={self._mesh.size()} processes {what} of one process; {self._cause}"
             )
+
+
+def _has_documents(cut: CutBatch) -> bool:
+    """Whether there are several documents in a sequence, see SequenceBatches."""
+    mask = cut.get("attention_mask")
+    return isinstance(mask, Tensor) and mask.dtype != torch.bool
 
 
 def _short(value: Any) -> Any:

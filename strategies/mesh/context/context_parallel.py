@@ -74,11 +74,14 @@ def check_of_transformers(model: Any, config: Any, kind: str) -> None:
     name, settings = class_name(model), _settings(model)
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(
-            f"strategy.cp: {config.cp} is not possible for {name}, an encoder and a decoder have two sequences"
+            f"strategy.cp: {config.cp} is not possible for {name}, an encoder and a decoder have two sequences; use dp_shard or tp "
+            "instead"
         )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    needs_positions = getattr(settings, "model_type", None) != "bloom"
+    if needs_positions and "position_ids" not in inspect.signature(model.forward).parameters:
         raise ConfigError(
-            f"strategy.cp: {config.cp} is not possible for {name}, whose forward has no position_ids and counts positions from 0"
+            f"strategy.cp: {config.cp} is not possible for {name}, whose forward has no position_ids and counts positions from 0; use "
+            "dp_shard or tp instead"
         )
     if getattr(settings, "output_router_logits", False):
         raise ConfigError(
@@ -101,9 +104,14 @@ def check_of_transformers(model: Any, config: Any, kind: str) -> None:
         )
     dropout = next((key for key in ("attention_dropout", "attn_pdrop") if getattr(settings, key, 0.0)), None)
     if kind == "ring" and dropout is not None:
+        divides = isinstance(heads, int) and heads % (config.cp * config.tp) == 0
         raise ConfigError(
-            f'model.config.{dropout}: {getattr(settings, dropout)} is not possible with strategy.cp_kind="ring"; choose '
-            '"ulysses", or set it to 0'
+            f'model.config.{dropout}: {getattr(settings, dropout)} is not possible with strategy.cp_kind="ring"; '
+            + (
+                'choose "ulysses", or set it to 0'
+                if divides
+                else f"set it to 0, or let cp * tp divide the {heads} heads"
+            )
         )
 
 
@@ -182,7 +190,9 @@ class Context(Axis):
 
     def _weight_of(self, batch: Any) -> Any:
         assert self._batches.loss_weight is not None
-        return batch.weight if isinstance(batch, CutBatch) else self._batches.loss_weight(batch)
+        if isinstance(batch, CutBatch):
+            return batch.weight if batch.is_weighed else self._batches.loss_weight(batch.whole)
+        return self._batches.loss_weight(batch)
 
     def prepare_whole(self, model: nn.Module) -> None:
         """See Axis."""

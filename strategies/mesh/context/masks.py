@@ -65,8 +65,10 @@ class AttentionBlock:
 
     Args:
         rows, columns: the local indices of queries and of keys.
-        allowed: who attends to whom: all (True), or a boolean tensor (samples or 1, 1, queries, keys).
+        allowed: who attends to whom: all (True), none (False, beside ``alone``), or a boolean tensor (samples or 1, 1, queries,
+            keys).
         is_causal: as ``scaled_dot_product_attention`` has it; there are as many queries as keys, and ``allowed`` is True.
+        alone: (samples, 1, queries, 1) of bool: those whose weights are equal for all keys; None: none.
         sample: the only sample; None: all.
     """
 
@@ -75,6 +77,7 @@ class AttentionBlock:
     allowed: Tensor | bool = True
     is_causal: bool = False
     sample: int | None = None
+    alone: Tensor | None = None
 
     def of_rows(self, tensor: Tensor) -> Tensor:
         """A view of the rows of a tensor (samples, heads, queries, ...)."""
@@ -105,11 +108,15 @@ class Mask:
         rule: by position.
         keys: (samples, length) of bool: positions to which none attends are False, such as padding. None: there are none.
         documents: (samples, length) of numbers: a position attends to those of its own document only. None: one document.
+        averages: a position that attends to none has equal weights for all, as in models' own attention, and not zeros.
+        length: number of positions, for ``key_positions``; None: it is not known.
     """
 
     rule: Rule
     keys: Tensor | None = None
     documents: Tensor | None = None
+    averages: bool = False
+    length: int | None = None
 
     @property
     def by_rule(self) -> bool:
@@ -167,8 +174,9 @@ class Mask:
         for queries, rows in _tiles(shards.spans(index)):
             for keys, columns in _tiles(shards.spans(source)):
                 allowed = self.tile(queries, keys, device)
-                if allowed is not False:
-                    yield AttentionBlock(rows, columns, allowed)
+                alone = None if self.alone is None else self.alone[:, None, slice(*queries), None].to(device)
+                if allowed is not False or alone is not None:
+                    yield AttentionBlock(rows, columns, allowed, alone=alone)
 
     @cached_property
     def _by_sample(self) -> list[tuple[int | None, list[DocumentSpans]]] | None:
@@ -195,6 +203,30 @@ class Mask:
     def _dense(self) -> dict[tuple[int, torch.device], Tensor | bool]:
         return {}
 
+    def key_positions(self, device: torch.device) -> Tensor:
+        """Return the positions of keys, (samples or 1, length) of whole numbers: padding is not counted and has position 0."""
+        if self.keys is None:
+            assert self.length is not None
+            return torch.arange(self.length, device=device)[None]
+        keys = self.keys.to(device)
+        return (keys.cumsum(-1) - 1) * keys
+
+    @cached_property
+    def alone(self) -> Tensor | None:
+        """(samples, length) of bool: the positions that attend to none; None: ``averages`` does not ask for them, or there are none."""
+        if not self.averages or self.keys is None or not has_values(self.keys):
+            return None
+        spans = [(at, min(at + TILE, self.keys.shape[1])) for at in range(0, self.keys.shape[1], TILE)]
+        found = []
+        for queries in spans:
+            some = torch.zeros(len(self.keys), queries[1] - queries[0], dtype=torch.bool, device=self.keys.device)
+            for keys in spans:
+                allowed = self.tile(queries, keys, self.keys.device)
+                some |= allowed[:, 0].any(-1) if isinstance(allowed, Tensor) else allowed
+            found.append(~some)
+        alone = torch.cat(found, 1)
+        return alone if bool(alone.any()) else None
+
     def dense(self, length: int, device: torch.device) -> Tensor | None:
         """Return ``tile`` of a whole sequence of ``length``, made once; None: all attend to all."""
         if (key := (length, device)) not in self._dense:
@@ -207,11 +239,17 @@ class BatchMasks:
     """The masks of a forward.
 
     Args:
-        keys, documents: what its batch adds to them, see Mask.
+        keys, documents, averages, length: what its batch and its model add to them, see Mask.
     """
 
-    def __init__(self, keys: Tensor | None = None, documents: Tensor | None = None) -> None:
-        self._added = keys, documents
+    def __init__(
+        self,
+        keys: Tensor | None = None,
+        documents: Tensor | None = None,
+        averages: bool = False,
+        length: int | None = None,
+    ) -> None:
+        self._added = keys, documents, averages, length
         self._made: dict[Rule, Mask] = {}
 
     def of(self, rule: Rule) -> Mask:

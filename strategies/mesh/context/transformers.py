@@ -19,10 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from ....core.base.errors import StrategyError
 from ....core.comm.rendezvous import each_process_has
-from ....core.hugging_face.transformers_private import attention_implementation
+from ....core.hugging_face.transformers_private import attention_implementation, bloom_layers, bloom_slopes
 from ....core.torch_compat.torch_private import Both, repeating_in, with_values
+from ..axis import replace_forward
 from .attention import SequenceAttention
 from .masks import CAUSAL, FULL, BatchMasks, Mask, Rule
+from .scores import PLAIN, Scores
 
 NAME = "flextrain_context"
 """The name of this attention in transformers' registries."""
@@ -52,6 +54,9 @@ class TransformersModel:
         _register()
         self.model, self._attention = model, attention
         self._before = attention_implementation(model)
+        self._bloom = bloom_layers(model)
+        for layer in self._bloom:
+            replace_forward(layer, functools.partial(_BloomForward, layer))
         self._loss = model.loss_function
         self.losses, self.is_in_loss = 0, False
         with with_values():
@@ -72,10 +77,15 @@ class TransformersModel:
         if is_cut == self.is_cut:
             return
         self.is_cut = is_cut
-        self.model.set_attn_implementation(NAME if is_cut else self._before)
+        name = NAME if is_cut else self._before
+        if self._bloom:  # masks are all that it has of the interface
+            self.model.config._attn_implementation = name
+        else:
+            self.model.set_attn_implementation(name)
         if is_cut and attention_implementation(self.model) != NAME:
             raise StrategyError(
-                f"model: {type(self.model).__name__} does not use transformers' attention interface, which cp needs"
+                f"model: {type(self.model).__name__} does not use transformers' attention interface, which cp needs; use dp_shard "
+                "or tp instead"
             )
         self.model.loss_function = self._shifted_loss if is_cut else self._loss
 
@@ -85,11 +95,16 @@ class TransformersModel:
         for module in copied.modules():
             if (config := vars(module).get("config")) is not None:
                 module.config = copy.deepcopy(config, known)
-        copied.set_attn_implementation(self._before)
+        _restore_bloom(bloom_layers(copied))
+        if self._bloom:
+            copied.config._attn_implementation = self._before
+        else:
+            copied.set_attn_implementation(self._before)
 
     def release(self) -> None:
         """Give the model back what was replaced."""
         self.cut(False)
+        _restore_bloom(self._bloom)
         if not self._has_own_loss:
             vars(self.model).pop("_loss_function", None)
         for hook in self._hooks:
@@ -113,12 +128,14 @@ class TransformersModel:
             numbers = numbers.full_tensor() if isinstance(numbers, DTensor) else numbers
             # See SequenceBatches: documents have numbers from 1, otherwise the mask is of bool.
             added = {"keys" if numbers.dtype == torch.bool else "documents": numbers}
-        attention.masks = BatchMasks(**added)
+        attention.masks = BatchMasks(**added, averages=self._before == "eager", length=attention.length)
         given = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         # Without a mask transformers takes positions that do not follow each other for several documents.
         ones = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device)
         _running.append(attention)
-        if kwargs.get("position_ids") is None:  # a module around it gives none
+        if "position_ids" not in _parameters(type(self.model).forward):
+            kwargs.pop("position_ids", None)
+        elif kwargs.get("position_ids") is None:  # a module around it gives none
             assert attention.length is not None
             positions = torch.arange(attention.length, device=given.device)[None]
             kwargs["position_ids"] = attention.own(positions)
@@ -230,7 +247,8 @@ def rule_of(function: Callable[..., Tensor], window: int | None) -> Rule:
         known = next((rule for rule in rules if torch.equal(found, rule.allows(at[:, None], at[None]))), None)
     if known is None:
         raise StrategyError(
-            "model: has a mask of its own, cp has causal and full attention, with sliding windows, padding and documents"
+            "model: has a mask of its own, cp has causal and full attention, with sliding windows, padding and documents; use "
+            "dp_shard or tp instead"
         )
     return known
 
@@ -249,15 +267,23 @@ def _attend(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    scores: Scores = PLAIN,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' interface has it; gives (samples, positions, heads, width)."""
+    """Attention as transformers' interface has it, with soft caps and sinks; gives (samples, positions, heads, width).
+
+    ``scores`` is given by layers that have no such interface.
+    """
     name = f"model: {type(module).__name__}"
     unknown = [
         key for key, value in kwargs.items() if value is not None and value is not False and key not in _HARMLESS
     ]
     if unknown:
-        raise StrategyError(f"{name}: calls attention with {unknown[0]}, which cp does not have")
+        raise StrategyError(
+            f"{name}: calls attention with {unknown[0]}, which cp does not have; use dp_shard or tp instead"
+        )
     attention = _attention_of[module]
     mask = attention_mask
     if mask is None:
@@ -265,8 +291,44 @@ def _attend(
         mask = attention.masks.of(CAUSAL if causal else FULL)
     elif not isinstance(mask, Mask):
         raise StrategyError(f"{name}: has a mask of its own, of type {type(mask).__name__}, which cp does not have")
-    found = attention(query, key, value, mask, scaling, dropout, name)
+    if softcap is not None or s_aux is not None:
+        scores = Scores(softcap, s_aux)
+    found = attention(query, key, value, mask, scaling, dropout, name, scores)
     return found.transpose(1, 2).contiguous(), None
+
+
+class _BloomForward:
+    """The forward of an attention layer of BLOOM, which has linear biases (ALiBi) and computes them by hand.
+
+    Args:
+        layer: the layer.
+        before: its forward, for sequences that are not cut.
+    """
+
+    def __init__(self, layer: Any, before: Callable[..., Any]) -> None:
+        self._layer, self.before = layer, before
+
+    def __call__(self, hidden_states: Tensor, residual: Tensor, *args: Any, **kwargs: Any) -> Any:
+        layer, mask = self._layer, kwargs.get("attention_mask")
+        if not isinstance(mask, Mask):
+            return self.before(hidden_states, residual, *args, **kwargs)
+        fused = layer.query_key_value(hidden_states).unflatten(-1, (-1, 3, layer.head_dim))
+        query, key, value = (each.transpose(1, 2) for each in fused.unbind(-2))
+        # Its positions do not count padding; the biases that it is called with are those of one process's positions.
+        scores = Scores(slopes=bloom_slopes(layer), positions=mask.key_positions(query.device))
+        dropout = layer.attention_dropout.p if layer.training else 0.0
+        found, _ = _attend(layer, query, key, value, mask, dropout, layer.inv_norm_factor, scores=scores)
+        mixed = layer.dense(found.flatten(2))
+        return residual + functional.dropout(mixed, layer.hidden_dropout, layer.training), None
+
+
+def _restore_bloom(layers: Sequence[nn.Module]) -> None:
+    for layer in layers:
+        own = vars(layer).get("forward")
+        if isinstance(own, _BloomForward):
+            del layer.forward
+        elif isinstance(own, functools.partial):  # activation checkpointing
+            replace_forward(layer, lambda forward: forward.before if isinstance(forward, _BloomForward) else forward)
 
 
 @functools.cache
