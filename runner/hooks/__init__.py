@@ -11,6 +11,7 @@ from .hook import POINTS, Hook, HookDispatcher, Priority, get_priority
 from .logger import LoggerHook
 from .nonfinite import NonFiniteHook
 from .profiler import ProfilerHook
+from .replay import ReplayHook
 from .runtime_info import IterTimerHook, RuntimeInfoHook
 from .small_hooks import (
     CheckReplicasHook,
@@ -51,6 +52,7 @@ __all__ = [
     "Priority",
     "ProfilerHook",
     "PruningHook",
+    "ReplayHook",
     "RuntimeInfoHook",
     "SyncBuffersHook",
     "TeacherHook",

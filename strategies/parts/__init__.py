@@ -2,7 +2,7 @@
 
 from ..base import meet
 from ..building import construct, init_weights, shape_of
-from .advice import check_window, choices, explain, pipeline_of, rehearsed
+from .advice import cannot_repeat, check_window, choices, explain, pipeline_of, rehearsed
 from .footprint import StateMemory, state_memory
 from .model_state import (
     aliases,
@@ -32,6 +32,7 @@ __all__ = [
     "aliases",
     "appeared",
     "average_buffers",
+    "cannot_repeat",
     "check_initialised",
     "check_replicas",
     "check_window",
