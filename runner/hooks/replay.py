@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -92,18 +91,11 @@ class ReplayHook(Hook):
         self._is_due, self._differed, self.replays = True, False, 0
 
     def before_train_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
-        """Let the update run its window twice if that is due."""
+        """Let the update run its window twice if that is due; one that has no items leaves it to the next."""
         assert self._replay is not None
         self._is_due |= (runner.iter + 1) % self.interval == 0 or not self._replay.is_tried
         if self._is_due:
             runner.stepper.run_windows_by(self._run_window)
-
-    def after_train_iter(
-        self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Mapping[str, Any] | None = None
-    ) -> None:
-        """Let the next update run as ever."""
-        if self._is_due:
-            runner.stepper.run_windows_by(None)
 
     def after_train(self, runner: Run) -> None:
         """Leave training, and say so if nothing was compared."""
@@ -125,11 +117,11 @@ class ReplayHook(Hook):
     def _run_window(self, run_window: RunWindow, window: list[Any], step: Any) -> dict[str, Tensor]:
         replay, run = self._replay, self._run
         assert replay is not None and run is not None
-        was_tried = replay.is_tried
+        was_seen, was_tried = replay.has_seen_one, replay.is_tried
         try:
             outputs = replay(run_window, window, step)
-            self._is_due = not replay.has_run  # the first window only looks
-            self.replays += replay.has_run
+            self._is_due = False
+            self.replays += was_seen
             if replay.is_tried and not was_tried:
                 self._tell_what_repeats(run, replay)
             if replay.finding is None:
@@ -139,6 +131,7 @@ class ReplayHook(Hook):
             raise UpdateLeftOut(outputs)
         finally:
             replay.forget()
+            run.stepper.run_windows_by(None)
 
     def _react(self, run: Run, replay: Replay, finding: Finding) -> None:
         """Leave out the update, or raise; the same on every process, which all know the same finding."""

@@ -20,6 +20,7 @@ from ...core.base.tensors import of_bits, of_bytes, parts_of
 from ...core.base.trees import tensors_in, tree_map_only
 from ...core.comm.agreement import all_same
 from ...core.comm.collectives import all_gather_object, side_group
+from ...core.device.device import synchronize
 from ...core.random.generators import load_rng_state, rng_state
 from ...core.torch_compat.torch_private import is_compiled, version_of, without_function_modes
 from ...optim.wrapper import OptimWrapper
@@ -122,7 +123,8 @@ class _Trace:
 
     def hashes(self) -> dict[_Key, int]:
         """Return the hashes; the host waits for the device."""
-        for pending in self._on_device.values():
+        for device, pending in self._on_device.items():
+            synchronize(device)  # backward runs on the streams of forward
             self._hashes.update(zip(pending, torch.stack(list(pending.values())).cpu().tolist(), strict=True))
         self._on_device.clear()
         return self._hashes
@@ -311,7 +313,7 @@ class Replay:
             not compared.
         compared: how many tensors of each kind this process has compared.
         finding: what the last window has shown; the same on every process.
-        has_run: whether a window was run twice.
+        has_seen_one: whether a window was run before, once.
         is_tried: whether it is known what repeats.
     """
 
@@ -319,7 +321,7 @@ class Replay:
         self.bounds: dict[_What, float] = {}
         self.compared = Counter[str]()
         self.finding: Finding | None = None
-        self.has_run = self.is_tried = False
+        self.is_tried = False
         self._stepper, self._trials = stepper, trials
         self._written: set[str] | None = None
         self._before: _Before | None = None
@@ -348,11 +350,11 @@ class Replay:
             hashes = first.hashes()
             moved = [key for key, value in weights.items() if key.name not in self._written and hashes[key] != value]
             differing += [key for key in moved if key not in differing]
-            self.has_run = True
             if self.is_tried:
                 wrong = [key for key in differing if not self._is_tolerated(key, first, second)]
                 self.finding = _agreed(wrong, moved, self._stepper.module)
                 return outputs
+            self._check_moved(moved)
             pairs, quiet = pairs + 1, quiet + 1
             if self._learn(differing, first, second):
                 quiet = 0
@@ -361,6 +363,10 @@ class Replay:
                 self.is_tried = True
                 return outputs
             before.again()
+
+    @property
+    def has_seen_one(self) -> bool:
+        return self._written is not None
 
     def restore(self) -> None:
         """Make everything as it was before the last window, except random generators; no wrapper has made an update."""
@@ -415,7 +421,7 @@ class Replay:
 
         def note(wrapper: OptimWrapper) -> None:
             own = (parameter for group in wrapper.param_groups for parameter in group["params"])
-            _note_gradients({names[id(parameter)]: parameter for parameter in own}, trace)
+            _note_gradients({names.get(id(parameter), "another parameter"): parameter for parameter in own}, trace)
 
         for wrapper in self._stepper.optim.wrappers.values():
             handles.append(wrapper.register_step_pre_hook(note))
@@ -434,6 +440,14 @@ class Replay:
                     trace.note(_STATE, name, value)
 
     # What repeats
+
+    def _check_moved(self, moved: Sequence[_Key]) -> None:
+        """Raise StrategyError, on every process, if this window has written to other weights than the first; a collective."""
+        if named := [key.name for own in _everyones(moved) for key in own]:
+            raise StrategyError(
+                f"ReplayHook: forward or backward has written to the weight {named[0]}, and did not in the update before; write to it in "
+                "every update, keep it in a buffer, or leave the hook out"
+            )
 
     def _is_tolerated(self, key: _Key, first: _Trace, second: _Trace) -> bool:
         if (measured := self.bounds.get(key.what)) is None:
