@@ -378,7 +378,9 @@ def test_a_machine_leaves_whose_device_computes_wrongly(
     store.set("flextrain/agents/0", json.dumps({"starts": 0, "job": "a"}))
     watched = Supervisor(str(work_dir), folder)
     watched.starting(group(store, 1 if machines == 2 else 0, machines))
-    append_event(work_dir, "corrupted", rank=ranks[0], ranks=ranks, iter=4, reason="rank 2: the output of head", leaves=wanted)
+    append_event(
+        work_dir, "corrupted", rank=ranks[0], ranks=ranks, iter=4, reason="rank 2: the output of head", leaves=wanted
+    )
     watched.looked({2: 1})
     assert watched.leaves() == ("rank 2: the output of head" if leaves else "")
 
@@ -549,7 +551,15 @@ def test_a_job_goes_on_without_a_machine_that_computes_wrongly(tmp_path: Path) -
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "flextrain", "run", "--nnodes", "1:2", "--rdzv-endpoint", f"localhost:{port}"]
-    command += ["--rdzv-id", tmp_path.name, "--rdzv-conf", "last_call_timeout=20", str(script), str(tmp_path / "work"), "faulty"]
+    command += [
+        "--rdzv-id",
+        tmp_path.name,
+        "--rdzv-conf",
+        "last_call_timeout=20",
+        str(script),
+        str(tmp_path / "work"),
+        "faulty",
+    ]
 
     def start() -> subprocess.Popen[str]:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

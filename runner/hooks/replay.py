@@ -10,10 +10,8 @@ from torch import Tensor
 from ...core.base.errors import ConfigError, CorruptionError, StrategyError, counted, listed, one_of, suggest
 from ...core.base.events import append_event, job
 from ...core.base.registry import HOOKS
-from ...optim.wrapper import StepInfo
 from ...strategies.parts import cannot_repeat
-from ..loops.replay import Finding, Replay, words
-from ..loops.step import RunWindow, UpdateLeftOut
+from ..replay import Finding, Replay, RunWindow, words
 from .hook import Hook
 
 if TYPE_CHECKING:
@@ -28,11 +26,11 @@ class ReplayHook(Hook):
     """Runs forward and backward of an update twice now and then, and compares every bit, on every process, before the update.
 
     A device that computes wrongly, or whose memory does, is found although no other process holds what it holds: under full
-    sharding, tensor and pipeline parallelism too. ``Replay`` of runner/loops says what is put back and compared. Training is bit
+    sharding, tensor and pipeline parallelism too. ``Replay`` of runner/replay.py says what is put back and compared. Training is bit
     for bit that without the hook. A replay takes as long as another forward and backward; the host waits for the device twice.
 
-    In the second update after every start, replays go on until it is known what repeats bit by bit on this machine. What does not,
-    as of kernels that add up in any order, is named in the log: gradients, values and buffers may then differ by 16 times what was
+    In the second update after every start, replays go on until it is known what repeats bit by bit on this machine; a fault in
+    this very update seems not to repeat, too. What does not, as of kernels that add up in any order, is named in the log: gradients, values and buffers may then differ by 16 times what was
     measured, outputs of modules are not compared. ``randomness=dict(deterministic=True)`` makes most of it repeat.
 
     The message names the rank and the first tensor, in the order of the computation. Gradients are compared after they were
@@ -116,7 +114,8 @@ class ReplayHook(Hook):
 
     def _run_window(self, run_window: RunWindow, window: list[Any], step: Any) -> dict[str, Tensor]:
         replay, run = self._replay, self._run
-        assert replay is not None and run is not None
+        assert replay is not None
+        assert run is not None
         was_seen, was_tried = replay.has_seen_one, replay.is_tried
         try:
             outputs = replay(run_window, window, step)
@@ -128,7 +127,7 @@ class ReplayHook(Hook):
                 self._differed = False
                 return outputs
             self._react(run, replay, replay.finding)
-            raise UpdateLeftOut(outputs)
+            replay.leave_out(outputs)
         finally:
             replay.forget()
             run.stepper.run_windows_by(None)
@@ -148,10 +147,6 @@ class ReplayHook(Hook):
                 "than the first fault"
             )
         run.logger.warning(f"{text}; the update is left out, and the next one is replayed too")
-        assert run.optim_wrapper is not None
-        run.optim_wrapper.zero_grad()
-        for wrapper in run.optim_wrapper.wrappers.values():
-            wrapper.last_step = StepInfo(skipped=True)
         self._differed = self._is_due = True
 
     def _tell_what_repeats(self, run: Run, replay: Replay) -> None:
@@ -174,7 +169,9 @@ class ReplayHook(Hook):
         what = f"{listed(said, _SHOWN)}{more}"
         advice = "randomness=dict(deterministic=True) makes most kernels repeat"
         if self.nonrepeating == "refuse":
-            raise StrategyError(f'ReplayHook.nonrepeating: "refuse", and {what} {_do(names)} not repeat bit by bit; {advice}')
+            raise StrategyError(
+                f'ReplayHook.nonrepeating: "refuse", and {what} {_do(names)} not repeat bit by bit; {advice}'
+            )
         run.logger.warning(
             f"ReplayHook: {what} {_do(names)} not repeat bit by bit; values and gradients may differ by 16 times what was measured, "
             f"outputs of modules are not compared; compared are {compared}; {advice}"

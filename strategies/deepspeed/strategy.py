@@ -546,7 +546,7 @@ def _(strategy: DeepSpeedStrategy, model: nn.Module) -> torch.dtype | None:
 
 @cannot_repeat.register(DeepSpeedStrategy)
 def _(strategy: DeepSpeedStrategy) -> str | None:
-    return 'DeepSpeed\'s engine keeps the gradients, and adds the second run\'s to them; choose strategy="fsdp"'
+    return "DeepSpeed's engine keeps the gradients, and adds the second run's to them; choose strategy=\"fsdp\""
 
 
 @rehearsed.register(DeepSpeedStrategy)

@@ -64,7 +64,9 @@ BY_STATE: dict[str, Callable[[], Any]] = {
 AGAIN: dict[str, Callable[[], Any]] = {
     "shuffled": lambda: rows().shuffle(seed=1, buffer_size=8),
     "map after shuffling": lambda: rows().shuffle(seed=1, buffer_size=8).map(same),
-    "interleaved of shuffled": lambda: interleave_datasets([rows(16, 2).shuffle(seed=2, buffer_size=5), rows(24, 4, 100)]),
+    "interleaved of shuffled": lambda: interleave_datasets(
+        [rows(16, 2).shuffle(seed=2, buffer_size=5), rows(24, 4, 100)]
+    ),
     "batched map": lambda: rows(12).map(double, batched=True, batch_size=5),
 }
 STREAMS = BY_STATE | AGAIN
@@ -153,7 +155,9 @@ def train_loader(folder: Path, loader: Any, updates: int, resume: bool) -> list[
 def test_the_log_says_why_it_is_read_again(tmp_path: Path) -> None:
     with log_lines(20) as lines:
         train(tmp_path, STREAMS["shuffled"]().with_format("torch"), log_level="INFO")
-    assert any("reads the stream again from its beginning, its shuffle buffer is not in its state" in line for line in lines)
+    assert any(
+        "reads the stream again from its beginning, its shuffle buffer is not in its state" in line for line in lines
+    )
 
 
 def test_a_version_that_begins_anew_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:

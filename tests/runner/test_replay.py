@@ -17,7 +17,20 @@ from flextrain.runner.hooks import Hook, ReplayHook
 from flextrain.testing import WorkerGroup
 
 from .test_replicas import flip
-from .training import DDP, FSDP, SGD, Net, Samples, Weighted, differences, log_lines, make_runner, refuses, whole_state, zero
+from .training import (
+    DDP,
+    FSDP,
+    SGD,
+    Net,
+    Samples,
+    Weighted,
+    differences,
+    log_lines,
+    make_runner,
+    refuses,
+    whole_state,
+    zero,
+)
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -48,7 +61,9 @@ def trained(folder: Path | str, replays: bool, **changes: Any) -> dict[str, Any]
     """What training has made, and which numbers come next."""
     hook = ReplayHook(interval=2)
     data = dict(batch_size=4, dataset=Samples(24), collate_fn="default_collate")
-    given = dict(model=Normalised, custom_hooks=[hook] if replays else [], train_cfg=dict(max_epochs=2), train_dataloader=data)
+    given = dict(
+        model=Normalised, custom_hooks=[hook] if replays else [], train_cfg=dict(max_epochs=2), train_dataloader=data
+    )
     runner = make_runner(folder, **{**given, **changes})
     runner.train()
     if replays:
@@ -136,7 +151,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "compiled": dict(compile=dict(backend="eager"), model=Net),
     "its own updates": dict(
         model=Discriminates,
-        optim_wrapper=dict(generator=dict(optimizer=ADAM), discriminator=dict(optimizer=SGD, clip_grad=dict(max_norm=0.5))),
+        optim_wrapper=dict(
+            generator=dict(optimizer=ADAM), discriminator=dict(optimizer=SGD, clip_grad=dict(max_norm=0.5))
+        ),
     ),
     "late updates": dict(optim_wrapper=lambda: Late(ADAM)),
     "loss scale and its own updates": dict(
@@ -150,7 +167,9 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def recipe(name: str) -> dict[str, Any]:
-    return {key: value() if key == "optim_wrapper" and callable(value) else value for key, value in RECIPES[name].items()}
+    return {
+        key: value() if key == "optim_wrapper" and callable(value) else value for key, value in RECIPES[name].items()
+    }
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -205,7 +224,9 @@ class Flips(Hook):
         self._armed: tuple[str, str] | None = None
 
     def before_train(self, runner: Any) -> None:
-        self._parts = {name: part for name, part in runner.strategy.module.named_modules() if isinstance(part, nn.Linear)}
+        self._parts = {
+            name: part for name, part in runner.strategy.module.named_modules() if isinstance(part, nn.Linear)
+        }
         for name, part in self._parts.items():
             part.register_forward_pre_hook(lambda part, args, name=name: self._flip_weight(name, part))
             # First of all hooks: FSDP frees the whole weight in one of its own.
@@ -328,8 +349,15 @@ def test_a_replay_is_due_in_the_second_update_and_then_at_the_interval(tmp_path:
             seen.append(int(index[0]))
             return super().forward(index, x, y, mode)
 
-    data = dict(batch_size=1, dataset=Samples(12), collate_fn="default_collate", sampler=dict(type="DefaultSampler", shuffle=False))
-    make_runner(tmp_path, model=Counts, custom_hooks=[hook], train_dataloader=data, train_cfg=dict(max_epochs=1)).train()
+    data = dict(
+        batch_size=1,
+        dataset=Samples(12),
+        collate_fn="default_collate",
+        sampler=dict(type="DefaultSampler", shuffle=False),
+    )
+    make_runner(
+        tmp_path, model=Counts, custom_hooks=[hook], train_dataloader=data, train_cfg=dict(max_epochs=1)
+    ).train()
     assert hook.replays == 3
     assert {number: seen.count(number) for number in seen} == {n: {1: 4, 4: 2, 9: 2}.get(n, 1) for n in range(12)}
 
@@ -354,7 +382,9 @@ def stopped(folder: str, strategy: str, on_mismatch: str, *iterations: int) -> t
     hooks = [Once(*iterations), dict(type="ReplayHook", interval=2, on_mismatch=on_mismatch)]
     said = ""
     with log_lines() as lines:
-        runner = make_runner(folder, strategy=strategy, custom_hooks=hooks, log_level="WARNING", param_scheduler="cosine")
+        runner = make_runner(
+            folder, strategy=strategy, custom_hooks=hooks, log_level="WARNING", param_scheduler="cosine"
+        )
         try:
             runner.train()
         except CorruptionError as error:
@@ -452,7 +482,9 @@ def test_a_window_that_cannot_be_repeated_is_refused(tmp_path: Path, model: Any,
 @pytest.mark.full
 def test_deepspeed_is_refused(workers2: WorkerGroup, tmp_path: Path) -> None:
     for said in workers2.run(refused, str(tmp_path), zero(2)):
-        assert said.startswith("ReplayHook: needs forward and backward twice, and DeepSpeed's engine keeps the gradients")
+        assert said.startswith(
+            "ReplayHook: needs forward and backward twice, and DeepSpeed's engine keeps the gradients"
+        )
 
 
 def refused(folder: str, strategy: Any) -> str:
@@ -470,7 +502,7 @@ def refused(folder: str, strategy: Any) -> str:
         (dict(trials=True), "custom_hooks[0].trials: True is not allowed, give an integer of 1 or more"),
         (
             dict(on_mismatch="skipp"),
-            "custom_hooks[0].on_mismatch: 'skipp' is not allowed, choose \"stop\", \"skip\" or \"leave\", did you mean \"skip\"?",
+            'custom_hooks[0].on_mismatch: \'skipp\' is not allowed, choose "stop", "skip" or "leave", did you mean "skip"?',
         ),
         (dict(nonrepeating=None), 'custom_hooks[0].nonrepeating: None is not allowed, choose "tolerate" or "refuse"'),
     ],

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from weakref import ref
 
 import torch
@@ -14,17 +14,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...core.base.errors import StrategyError, counted
-from ...core.base.snapshot import Snapshot
-from ...core.base.tensors import of_bits, of_bytes, parts_of
-from ...core.base.trees import tensors_in, tree_map_only
-from ...core.comm.agreement import all_same
-from ...core.comm.collectives import all_gather_object, side_group
-from ...core.device.device import synchronize
-from ...core.random.generators import load_rng_state, rng_state
-from ...core.torch_compat.torch_private import is_compiled, version_of, without_function_modes
-from ...optim.wrapper import OptimWrapper
-from .step import RunWindow, Stepper, buffers_of
+from ..core.base.errors import StrategyError, counted
+from ..core.base.snapshot import Snapshot
+from ..core.base.tensors import of_bits, of_bytes, parts_of
+from ..core.base.trees import tensors_in, tree_map_only
+from ..core.comm.agreement import all_same
+from ..core.comm.collectives import all_gather_object, side_group
+from ..core.device.device import synchronize
+from ..core.random.generators import load_rng_state, rng_state
+from ..core.torch_compat.torch_private import is_compiled, version_of, without_function_modes
+from ..optim.wrapper import OptimWrapper, StepInfo
+from .loops.step import RunWindow as RunWindow
+from .loops.step import Stepper, UpdateLeftOut, buffers_of
 
 _Restore = Callable[[], None]
 _What = tuple[int, str]
@@ -279,7 +280,9 @@ def _of_optimizer(optimizer: Optimizer) -> Iterator[_Restore]:
 def _of_entries(held: dict[str, Any]) -> _Restore:
     """A function that restores a dict, and the values of the tensors in it."""
     before = dict(held)
-    values = [_of_values(value.detach()) for key, value in held.items() if key != "params" for value in tensors_in(value)]
+    values = [
+        _of_values(value.detach()) for key, value in held.items() if key != "params" for value in tensors_in(value)
+    ]
 
     def restore() -> None:
         held.clear()
@@ -369,9 +372,21 @@ class Replay:
         return self._written is not None
 
     def restore(self) -> None:
-        """Make everything as it was before the last window, except random generators; no wrapper has made an update."""
+        """Make everything as it was before the last window, except random generators."""
         assert self._before is not None
         self._before.restore()
+
+    def leave_out(self, outputs: dict[str, Tensor]) -> NoReturn:
+        """End the update without a change of weights, as when loss scaling skips it; after ``restore``.
+
+        Args:
+            outputs: the values to log.
+        """
+        assert self._stepper.optim is not None
+        self._stepper.optim.zero_grad()
+        for wrapper in self._stepper.optim.wrappers.values():
+            wrapper.last_step = StepInfo(skipped=True)
+        raise UpdateLeftOut(outputs)
 
     def forget(self) -> None:
         """Let go of copies."""
