@@ -118,6 +118,14 @@ class Teaches(Normalised):
         return result
 
 
+class Frozen(Net):
+    """With a layer that FSDP gathers, and does not need again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+
 class Spoils(Normalised):
     """Changes its batch in place."""
 
@@ -181,6 +189,7 @@ def test_training_is_bit_for_bit_that_without_replays(tmp_path: Path, name: str)
 STRATEGIES = [
     pytest.param(DDP, Normalised, id="ddp"),
     pytest.param(FSDP, Normalised, id="fsdp"),
+    pytest.param(FSDP, Frozen, id="fsdp frozen"),
     pytest.param(TP, Net, id="tp2"),
     pytest.param(PP, Net, id="pp2", marks=pytest.mark.full),
 ]
