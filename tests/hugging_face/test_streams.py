@@ -56,6 +56,7 @@ BY_STATE: dict[str, Callable[[], Any]] = {
     "rows": rows,
     "generator": lambda: IterableDataset.from_generator(generated, gen_kwargs={"shards": [0, 1, 2, 3]}),
     "map": lambda: rows().map(same),
+    "batched map": lambda: rows(12).map(double, batched=True, batch_size=5),
     "filter": lambda: rows(48).filter(is_kept),
     "interleaved": lambda: two(),
     "interleaved by chance": lambda: two(probabilities=[0.3, 0.7], stopping_strategy="all_exhausted"),
@@ -67,7 +68,6 @@ AGAIN: dict[str, Callable[[], Any]] = {
     "interleaved of shuffled": lambda: interleave_datasets(
         [rows(16, 2).shuffle(seed=2, buffer_size=5), rows(24, 4, 100)]
     ),
-    "batched map": lambda: rows(12).map(double, batched=True, batch_size=5),
 }
 STREAMS = BY_STATE | AGAIN
 

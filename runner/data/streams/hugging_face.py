@@ -17,6 +17,7 @@ _EXACT = frozenset(
         "HorizontallyConcatenatedMultiSourcesExamplesIterable",
         "MappedExamplesIterable",
         "RandomlyCyclingMultiSourcesExamplesIterable",
+        "RebatchedArrowExamplesIterable",
         "RepeatExamplesIterable",
         "SelectColumnsIterable",
         "ShuffledDataSourcesArrowExamplesIterable",
