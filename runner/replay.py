@@ -329,7 +329,7 @@ class Replay:
         self._written: set[str] | None = None
         self._before: _Before | None = None
 
-    def __call__(self, run_window: RunWindow, window: Sequence[Any], step: Any) -> dict[str, Tensor]:
+    def __call__(self, run_window: RunWindow, window: list[Any], step: Any) -> dict[str, Tensor]:
         """Run a window, and return what its last run gave.
 
         The first window is run once, to see which weights it writes to, and because engines settle in it. The second one is
@@ -392,7 +392,7 @@ class Replay:
         """Let go of copies."""
         self._before = None
 
-    def _look(self, run_window: RunWindow, window: Sequence[Any], step: Any) -> dict[str, Tensor]:
+    def _look(self, run_window: RunWindow, window: list[Any], step: Any) -> dict[str, Tensor]:
         if self._stepper.updates_itself:  # then all weights are put back
             self._written = set()
             return run_window(window, step)
@@ -407,7 +407,7 @@ class Replay:
             trace.note(_WEIGHT, name, parameter)
         return trace.hashes()
 
-    def _run(self, run_window: RunWindow, window: Sequence[Any], step: Any) -> tuple[dict[str, Tensor], _Trace]:
+    def _run(self, run_window: RunWindow, window: list[Any], step: Any) -> tuple[dict[str, Tensor], _Trace]:
         stepper = self._stepper
         trace, named = _Trace(self.bounds), dict(stepper.strategy.parameters())
         with ExitStack() as stack:
@@ -431,7 +431,8 @@ class Replay:
     @contextmanager
     def _watching_updates(self, named: Mapping[str, Tensor], trace: _Trace) -> Iterator[None]:
         """Context in which the gradients of every update go into the trace."""
-        names, handles = {id(parameter): name for name, parameter in named.items()}, []
+        names = {id(parameter): name for name, parameter in named.items()}
+        handles: list[Callable[[], None]] = []
         assert self._stepper.optim is not None
 
         def note(wrapper: OptimWrapper) -> None:
@@ -555,7 +556,7 @@ def _everyones(own: Any) -> list[Any]:
 
 def _agreed(wrong: Sequence[_Key], moved: Sequence[_Key], module: nn.Module) -> Finding | None:
     """What differs, and on which ranks it began; the same on every process; a collective."""
-    own = None
+    own: tuple[Any, ...] | None = None
     if wrong:
         first = next((key for key in wrong if key in moved), wrong[0])  # what has changed by itself made all others
         order = (-1, 0) if first in moved else (first.kind, 0)

@@ -138,7 +138,12 @@ class ReplayHook(Hook):
         iteration, again = run.iter + 1, self._differed
         stops = self.on_mismatch != "skip" or again or finding.stays
         if run.rank == finding.ranks[0]:
-            facts = {"rank": run.rank, "ranks": list(finding.ranks), "iter": iteration, "reason": str(finding)}
+            facts: dict[str, Any] = {
+                "rank": run.rank,
+                "ranks": list(finding.ranks),
+                "iter": iteration,
+                "reason": str(finding),
+            }
             append_event(run.work_dir, "corrupted", **facts, leaves=self.on_mismatch == "leave")
         text = f"ReplayHook: iteration {iteration}, {finding}; a device or its memory may be faulty"
         if stops:

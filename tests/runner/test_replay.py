@@ -401,7 +401,7 @@ def stopped(folder: str, strategy: str, on_mismatch: str, *iterations: int) -> t
         events = [event for event in read_events(folder) if event["event"] == "corrupted"]
         done = runner.iter, runner.schedulers[""][0].last_step
         runner.strategy.leave()
-    return said, done, [line for line in lines if "ReplayHook" in line], events
+    return said, done, [line for line in lines if line.startswith("ReplayHook")], events
 
 
 def test_a_difference_stops_with_the_rank_and_the_tensor(tmp_path: Path) -> None:
