@@ -18,8 +18,8 @@ from flextrain.runner.data.streams import hugging_face
 from flextrain.runner.data.streams.hugging_face import why_read_again
 from flextrain.testing import WorkerGroup
 
-from ..runner.training import data_workers, log_lines, refuses
-from .test_datasets import train
+from ..hugging_face.test_datasets import train
+from .training import data_workers, log_lines, refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*shuffle buffer.*")
 
@@ -140,7 +140,7 @@ def test_a_loader_of_the_user_s_is_not_believed_either(tmp_path: Path) -> None:
 def train_loader(folder: Path, loader: Any, updates: int, resume: bool) -> list[int]:
     from flextrain import FlexibleRunner
 
-    from .test_datasets import Sum
+    from ..hugging_face.test_datasets import Sum
 
     runner = FlexibleRunner(
         model=Sum, work_dir=folder, train_dataloader=loader, optim_wrapper=dict(optimizer=dict(type="SGD", lr=1e-3)),
