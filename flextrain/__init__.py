@@ -15,6 +15,7 @@ from .core.version import __version__ as __version__
 if TYPE_CHECKING:
     from .core.base.errors import CheckpointError as CheckpointError
     from .core.base.errors import ConfigError as ConfigError
+    from .core.base.errors import CorruptionError as CorruptionError
     from .core.base.errors import DivergenceError as DivergenceError
     from .core.base.errors import FlexTrainError as FlexTrainError
     from .core.base.errors import LaunchError as LaunchError
@@ -171,6 +172,7 @@ _HOMES = {
     "core.base.errors": [
         "FlexTrainError",
         "ConfigError",
+        "CorruptionError",
         "DivergenceError",
         "LaunchError",
         "NonFiniteError",

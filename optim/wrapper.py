@@ -386,9 +386,14 @@ class OptimWrapper:
         self.last_step = _APPLIED if applied and norm is None else StepInfo(norm, not applied)
         return self.last_step
 
-    def register_step_pre_hook(self, hook: Callable[[OptimWrapper], None]) -> None:
-        """Call ``hook(self)`` at the start of every update, before gradients are unscaled and clipped."""
+    def register_step_pre_hook(self, hook: Callable[[OptimWrapper], None]) -> Callable[[], None]:
+        """Call ``hook(self)`` at the start of every update, before gradients are unscaled and clipped.
+
+        Returns:
+            A function that removes the hook.
+        """
         self._step_pre_hooks.append(hook)
+        return lambda: self._step_pre_hooks.remove(hook)
 
     def register_backward_pre_hook(self, hook: Callable[[Tensor], None]) -> None:
         """Call ``hook(loss)`` before every backward of this wrapper."""

@@ -270,7 +270,7 @@ def test_what_was_asked_to_stop_is_not_started_again() -> None:
 
 
 def group(store: Any, rank: int = 0, machines: int = 1) -> Any:
-    workers = [SimpleNamespace(world_size=2 * machines)] * 2
+    workers = [SimpleNamespace(world_size=2 * machines, global_rank=2 * rank + local) for local in (0, 1)]
     return SimpleNamespace(store=store, group_rank=rank, group_world_size=machines, workers=workers)
 
 
@@ -363,6 +363,28 @@ def test_a_machine_that_joins_later_goes_on_with_the_job(tmp_path: Path) -> None
     assert (os.environ[JOB], os.environ[RESTARTS]) == (job, "1")
 
 
+@pytest.mark.usefixtures("no_job")
+@pytest.mark.parametrize(
+    "ranks, wanted, machines, leaves",
+    [([2], True, 2, True), ([2, 3], True, 2, True), ([1], True, 2, False), ([1, 2], True, 2, False), ([2], False, 2, False), ([2], True, 1, False)],
+)  # fmt: skip
+def test_a_machine_leaves_whose_device_computes_wrongly(
+    tmp_path: Path, ranks: list[int], wanted: bool, machines: int, leaves: bool
+) -> None:
+    """If the fault is its own alone, the run wants it, and another machine is there."""
+    store, work_dir, folder = HashStore(), tmp_path / "work", tmp_path / "progress"
+    work_dir.mkdir()
+    folder.mkdir()
+    store.set("flextrain/agents/0", json.dumps({"starts": 0, "job": "a"}))
+    watched = Supervisor(str(work_dir), folder)
+    watched.starting(group(store, 1 if machines == 2 else 0, machines))
+    append_event(
+        work_dir, "corrupted", rank=ranks[0], ranks=ranks, iter=4, reason="rank 2: the output of head", leaves=wanted
+    )
+    watched.looked({2: 1})
+    assert watched.leaves() == ("rank 2: the output of head" if leaves else "")
+
+
 def test_a_restart_heeds_the_shutdown_timeout() -> None:
     """A stopped process never ends; torch would wait for it for 30 s before every restart, whatever was asked for."""
     launcher = importlib.import_module("torch.distributed.launcher.api")
@@ -410,13 +432,21 @@ JOB_SCRIPT = """
                 os.kill(os.getpid(), signal.SIGKILL)
             if kind.startswith("stop") and runner.iter + 1 == 7 and rank == 1:
                 runner.request_stop("enough")
+        def before_train_iter(self, runner, *args, **kwargs):
+            if kind == "faulty" and runner.iter + 1 == 8 and rank == 1:
+                # In the first of two runs only.
+                self.handle = runner.strategy.module.layer.register_forward_hook(self.spoil)
+        def spoil(self, module, args, output):
+            self.handle.remove()
+            return output * 2
 
     runner = FlexibleRunner(
         model=Net, work_dir=work_dir, train_dataloader=dict(dataset=Data(), batch_size=2, collate_fn="default_collate"),
         optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)), train_cfg=dict(by_epoch=False, max_iters=12),
         default_hooks=dict(checkpoint=dict(by_epoch=False, interval=3), logger=dict(interval=1)),
         env_cfg=dict(preemption=dict(status=int(kind.removeprefix("stop")))) if kind.startswith("stop") else None,
-        custom_hooks=[Killer()], randomness=dict(seed=0))
+        custom_hooks=[Killer(), *([dict(type="ReplayHook", interval=4, on_mismatch="leave")] if kind == "faulty" else [])],
+        randomness=dict(seed=0))
     runner.train()
     if rank == 0:
         print("weights", [round(float(p), 6) for p in runner.strategy.module.parameters() for p in p.flatten()])
@@ -510,3 +540,38 @@ def test_a_machine_whose_job_was_given_up_elsewhere_says_so(tmp_path: Path) -> N
     assert "not restarted" in shown[0]
     assert "flextrain run: the job has ended on" in shown[1]
     assert "did not find each other" not in shown[1]
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_a_job_goes_on_without_a_machine_that_computes_wrongly(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(textwrap.dedent(JOB_SCRIPT))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "flextrain", "run", "--nnodes", "1:2", "--rdzv-endpoint", f"localhost:{port}"]
+    command += [
+        "--rdzv-id",
+        tmp_path.name,
+        "--rdzv-conf",
+        "last_call_timeout=20",
+        str(script),
+        str(tmp_path / "work"),
+        "faulty",
+    ]
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    with start() as first:
+        time.sleep(1.0)  # so that it has rank 0 and the store
+        with start() as second:
+            shown = [job.communicate(timeout=300)[0] for job in (first, second)]
+            assert (first.returncode, second.returncode) == (0, 1), shown
+    assert "this machine has left the job, rank 1: the output of layer in forward" in shown[1]
+    events = read_events(tmp_path / "work")
+    assert [event["processes"] for event in events if event["event"] == "started"] == [2, 1]
+    assert next(event for event in events if event["event"] == "corrupted")["iter"] == 8
+    assert next(event for event in events if event["event"] == "restarted")["iter"] == 7
+    assert events[-1]["event"] == "ended"

@@ -269,6 +269,10 @@ class DivergenceError(FlexTrainError, RuntimeError):
     """Processes that should hold replicas of a tensor hold different values; every process raises it."""
 
 
+class CorruptionError(FlexTrainError, RuntimeError):
+    """Forward and backward gave other bits when they were run again, see ReplayHook; every process raises it."""
+
+
 class DataError(FlexTrainError, ValueError):
     """A data file is damaged, or not what its source says; the message begins with the file and the sample."""
 

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import json
 import multiprocessing
+import signal
 import sys
 import types
 from collections import OrderedDict
@@ -577,6 +578,9 @@ class WatchesAgent(Protocol):
     def may_restart(self) -> bool:
         """After a failure: whether the agent may restart the workers, if it has restarts left."""
 
+    def leaves(self) -> str:
+        """After a failure: why this machine leaves the job, which goes on with the others; empty if it does not."""
+
 
 @contextmanager
 def watched_agent(watcher: WatchesAgent) -> Iterator[None]:
@@ -585,6 +589,8 @@ def watched_agent(watcher: WatchesAgent) -> Iterator[None]:
     torch's own events come too late to prevent a restart. Also, a restart heeds ``--shutdown-timeout``, which torch does
     only at the end of the job. Nothing else of the agent is changed.
     """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
     launcher: Any = importlib.import_module("torch.distributed.launcher.api")
     torchs: Any = launcher.LocalElasticAgent
 
@@ -598,6 +604,9 @@ def watched_agent(watcher: WatchesAgent) -> Iterator[None]:
             has_failed = result.state.name in ("FAILED", "UNHEALTHY")
             failures = sorted(result.failures.items(), key=lambda item: item[1].timestamp)
             watcher.looked({rank: failure.exitcode for rank, failure in failures} if has_failed else None)
+            if has_failed and (why := watcher.leaves()):
+                # As when a signal ends the agent: only then does it not close the rendezvous for the others.
+                raise SignalException(why, signal.SIGTERM)
             if has_failed and not watcher.may_restart():
                 self._remaining_restarts = 0
             return result

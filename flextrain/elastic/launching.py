@@ -36,6 +36,9 @@ class Supervisor:
         self.futile: str | None = None
         """Why there was no restart though one was left."""
         self.is_first_machine = True
+        self.left_out = ""
+        """Why this machine has left the job; empty if it has not."""
+        self._ranks: set[int] = set()
         self._work_dir, self._folder, self._job = work_dir, folder, ""
         self._waiting: list[dict[str, Any]] = []  # events, while the work directory is not known
         self._began_at = time.time()
@@ -53,6 +56,7 @@ class Supervisor:
         if number:
             os.environ[RESTARTS] = str(number)
         self.is_first_machine = group.group_rank == 0
+        self._ranks = {worker.global_rank for worker in group.workers} if group.group_world_size > 1 else set()
         processes = group.workers[0].world_size
         before = self.history.current if self.history.starts else None
         if before is not None and before.fault is None:
@@ -85,6 +89,13 @@ class Supervisor:
         """Whether the last start gained something; see WatchesAgent."""
         self.futile = self.history.futile()
         return self.futile is None
+
+    def leaves(self) -> str:
+        """Whether a process of this machine alone has computed wrongly, and its run wants to go on without; see WatchesAgent."""
+        told = [event for event in self._own_events() if event["event"] == "corrupted" and event.get("leaves")]
+        if told and self._ranks.issuperset(told[-1]["ranks"]):
+            self.left_out = str(told[-1]["reason"])
+        return self.left_out
 
     def ended(self, event: str, **facts: Any) -> None:
         """Note the end of the job."""
@@ -170,6 +181,9 @@ def launch_and_watch(options: Options) -> tuple[int, str, Supervisor]:
             with watched_agent(watcher):
                 torchrun.run(arguments)  # type: ignore[no-untyped-call]
         except SignalException as error:
+            if watcher.left_out:
+                watcher.ended("left", reason=watcher.left_out, status=_FAILED)
+                return _FAILED, f"this machine has left the job, {watcher.left_out}", watcher
             number = int(signal.Signals(error.sigval))
             watcher.ended("ended", reason=f"{signal_name(number)} to flextrain run", status=128 + number)
             return 128 + number, f"ended by {signal_name(number)}", watcher

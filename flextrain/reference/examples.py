@@ -91,6 +91,7 @@ _ARGUMENTS = {
     "EarlyStoppingHook": 'monitor="accuracy", patience=3, min_delta=0.001',
     "EmptyCacheHook": "after_epoch=True",
     "PrepareTTAHook": "tta_cfg=dict(type=MyTTAModel)",
+    "ReplayHook": "interval=1000",
     "PruningHook": 'trial=trial, monitor="accuracy"',
     # Loops
     "EpochBasedTrainLoop": "max_epochs=10, val_interval=1",

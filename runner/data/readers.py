@@ -19,7 +19,7 @@ from ...core.torch_compat.torch_private import end_kept_workers
 from .sample_seeds import SeededDataset, SeededStream, Turn, WorkerInit, as_read, order_seed
 from .samplers import DefaultSampler, Repeatable, ShardedSampler, chain_of, follows_span, seed_own_generators
 from .streams.divided_streams import original
-from .user_loaders import is_divided, keeps_position, name_of, resampled, say_how_it_resumes
+from .user_loaders import is_divided, keeps_position, name_of, resampled, say_how_it_resumes, why_not_by_state
 
 _END = object()
 
@@ -426,6 +426,8 @@ def loader_of_stream(
     With worker processes that is torchdata's StatefulDataLoader, because the state is in the workers.
     """
     if not training or not keeps_position(dataset):
+        if training and (why := why_not_by_state(dataset)):
+            logger.info(f"{where}: resuming in the middle of an epoch reads the stream again from its beginning, {why}")
         return DataLoader(dataset, **kwargs)
     if not kwargs.get("num_workers"):
         return _said(StreamLoader(dataset, **kwargs), where, logger)

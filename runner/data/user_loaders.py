@@ -15,6 +15,7 @@ from ...core.base.errors import ConfigError
 from ...core.torch_compat.torch_private import KEPT_ITERATOR, LOADER_ITERATOR, MAKE_ITERATOR
 from .samplers import DefaultSampler, DividedSampler, ShardedSampler, chain_of, dealt_by, divided_sampler
 from .streams.divided_streams import DividedStream, divided, original, undivided
+from .streams.hugging_face import why_read_again
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
 """A source of batches: a DataLoader or another iterable, or a function that returns one."""
@@ -189,7 +190,8 @@ def say_how_it_resumes(loader: Any, where: str, logger: logging.Logger) -> None:
     if keeps_position(loader):
         how = "continues from its state_dict in the checkpoint, on the same number of processes"
     else:
-        how = "reads it again from its beginning, which is exact if it gives the same batches on the same number of processes"
+        why = f"{why}: " if (why := why_not_by_state(loader)) else ""
+        how = f"{why}reads it again from its beginning, which is exact if it gives the same batches on the same number of processes"
     logger.info(f"{where}: resuming in the middle of an epoch of {name_of(loader)} {how}")
 
 
@@ -224,8 +226,15 @@ def from_elsewhere(
 
 
 def keeps_position(loader: Any) -> bool:
-    """True if the object's own state determines its next batch."""
-    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+    """True if the object's own state determines its next batch; for the state of some streams of Hugging Face's it does not."""
+    has_state = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+    return has_state and why_not_by_state(loader) is None
+
+
+def why_not_by_state(loader: Any) -> str | None:
+    """Return why the state of a stream, or of a loader's, does not determine its next sample; None if nothing is known."""
+    dataset = getattr(loader, "dataset", None)
+    return why_read_again(original(loader if dataset is None else dataset))
 
 
 def length_of(data: Any) -> int | None:

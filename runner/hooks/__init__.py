@@ -13,6 +13,7 @@ from .logger import LoggerHook
 from .loss_spike import LossSpikeHook
 from .nonfinite import NonFiniteHook
 from .profiler import ProfilerHook
+from .replay import ReplayHook
 from .runtime_info import IterTimerHook, RuntimeInfoHook
 from .small_hooks import (
     CheckReplicasHook,
@@ -55,6 +56,7 @@ __all__ = [
     "Priority",
     "ProfilerHook",
     "PruningHook",
+    "ReplayHook",
     "RuntimeInfoHook",
     "SyncBuffersHook",
     "TeacherHook",

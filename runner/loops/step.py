@@ -64,23 +64,33 @@ class EvaluationStep:
 # Fillers: micro-batches that run, because other processes have one more, and count nothing. See ExactEpochs.
 
 
-@contextmanager
-def leaving_buffers(module: nn.Module) -> Iterator[None]:
-    """Context after which the buffers, such as running statistics, are what they were."""
+def buffers_of(module: nn.Module) -> Callable[[], None]:
+    """Return a function that makes the buffers, such as running statistics, what they are now."""
     before = [
         (part, name, buffer, buffer.clone())
         for part in module.modules()
         for name, buffer in part.named_buffers(recurse=False)
     ]
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         for part, name, buffer, value in before:
             # Without a trace: torch's batch normalisation leaves none either, and a buffer that seems written would no
             # longer be compared with its replicas.
             buffer.data.copy_(value)
             if part.get_buffer(name) is not buffer:
                 setattr(part, name, buffer)
+
+    return restore
+
+
+@contextmanager
+def leaving_buffers(module: nn.Module) -> Iterator[None]:
+    """Context after which the buffers are what they were."""
+    restore = buffers_of(module)
+    try:
+        yield
+    finally:
+        restore()
 
 
 def check_counted(counted: Counted, stepper: Any) -> None:
@@ -104,6 +114,22 @@ def check_counted(counted: Counted, stepper: Any) -> None:
             f"{where} leaves a process without a sample where others have one, and the sample that it repeats would count in "
             f"SyncBatchNorm's statistics; {instead}"
         )
+
+
+RunWindow = Callable[[list[Any], Any], dict[str, Tensor]]
+"""A strategy's ``run_window``."""
+
+
+class UpdateLeftOut(Exception):  # noqa: N818 - nothing failed
+    """Raised by what runs windows, to end an update before a weight is changed.
+
+    Attributes:
+        outputs: the values to log.
+    """
+
+    def __init__(self, outputs: dict[str, Tensor]) -> None:
+        super().__init__("an update was left out")
+        self.outputs = outputs
 
 
 _WHOLE = (None,)
@@ -169,6 +195,8 @@ class Stepper:
         self._split = strategy.split if _has_own(strategy, "split") else None
         self._has_looked = False  # True once the losses of a result were looked at
         self.merging: BaseTTAModel | None = None
+        self.updates_itself = False
+        """True if ``update_params`` or ``train_step`` makes the update right after the last micro-batch's backward."""
         # A context that does nothing is skipped, because entering one takes as long as the rest of this class.
         casts = strategy.autocast() is not NOTHING or overridden(strategy, "autocast")
         self._autocast: Callable[[], AbstractContextManager[None]] | None = strategy.autocast if casts else None
@@ -190,16 +218,15 @@ class Stepper:
         self._check_methods("train_step", "training")
         if self.weighing is not None and self.custom_train:
             raise ConfigError("model.loss_weight: has no effect beside train_step, weigh the loss there")
-        # True if ``update_params`` or ``train_step`` makes the update right after the last micro-batch's backward.
-        self._updates_itself = self.custom_train or bool(overridden(optim, *_ASKED_BY_UPDATE_PARAMS))
+        self.updates_itself = self.custom_train or bool(overridden(optim, *_ASKED_BY_UPDATE_PARAMS))
         if overridden(optim, "optim_context"):
             self._autocast = partial(optim.optim_context, self.module)
         self._should_sync = optim.should_sync if overridden(optim, "should_sync") else None  # type: ignore[union-attr]
         # Strategy.run_window does nothing more for a single micro-batch than to run it.
         syncs = _has_own(self.strategy, "grad_sync") or self._should_sync is not None
-        self._runs_single = not self._has_own_window and not syncs
+        self._runs_single = self._may_run_single = not self._has_own_window and not syncs
         if not isinstance(optim, OptimWrapperDict):
-            self._differentiate = optim.update_params if self._updates_itself else optim.backward
+            self._differentiate = optim.update_params if self.updates_itself else optim.backward
             self._step = optim.finish if overridden(optim, "step", "finish") else optim.step
 
     def train(self, window: list[Any], counted: Counted | None = None) -> dict[str, Tensor]:
@@ -232,7 +259,7 @@ class Stepper:
             outputs = self._run_own_window(window) if self._has_own_window else self._run_window(window, self)
             if self._has_own_window:  # one that gives losses with their graphs would keep these until a line is read
                 outputs = {name: value.detach() for name, value in outputs.items()}
-        if self._updates_itself:
+        if self.updates_itself:
             for name, wrapper in optim.wrappers.items():
                 if (norm := wrapper.last_step.grad_norm) is not None:
                     outputs[f"{name}.grad_norm" if name else "grad_norm"] = norm
@@ -247,6 +274,14 @@ class Stepper:
             return self._run_window(window, self)
         with gathering_refused(_NO_FILLER.format(type(self.strategy).__name__)):
             return self._run_window(window, self)
+
+    def run_windows_by(self, run: Callable[[RunWindow, list[Any], Any], dict[str, Tensor]] | None) -> None:
+        """Let ``run(run_window, window, step)`` run windows from now on, which gets the strategy's ``run_window``; None: no longer.
+
+        It may call that several times, and raise UpdateLeftOut. Losses are weighed before, and updates made after it.
+        """
+        self._run_window = self.strategy.run_window if run is None else partial(run, self.strategy.run_window)
+        self._runs_single = run is None and self._may_run_single
 
     def check(self, window: list[Any], counted: Counted | None = None) -> None:
         """Let the strategy refuse what it would train wrongly, before anything of the first update happens; see ``train``."""
@@ -266,12 +301,12 @@ class Stepper:
         """Return the loss factor of each micro-batch, None for 1; None if no item of the window counts in the loss."""
         size = len(window)
         if self.weighing is None and self.counted is None:
-            return (None if self._updates_itself or size == 1 else 1 / size,) * size
+            return (None if self.updates_itself or size == 1 else 1 / size,) * size
         if self.weighing is not None and not self.weighing.weigh(window, self.counted):
             return None
         factors = self.counted.factors if self.weighing is None else self.weighing.factors  # type: ignore[union-attr]
         # An update that is not made here divides by the window's length itself.
-        return [factor * size for factor in factors] if self._updates_itself else factors
+        return [factor * size for factor in factors] if self.updates_itself else factors
 
     def counts(self, batch: Any, index: int) -> bool:
         """Return True if micro-batch ``index`` of the last update has items that count in the loss."""
@@ -302,7 +337,7 @@ class Stepper:
 
     def differentiate(self, window: list[Any]) -> bool:
         """Run forward and backward of a window without its update; return False if the update cannot be separated."""
-        if self._updates_itself:
+        if self.updates_itself:
             return False
         if self._split is not None:
             window = [self._split(batch) for batch in window]

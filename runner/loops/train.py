@@ -20,7 +20,7 @@ from ...strategies.parts import meet
 from ..data.dataloaders import TrainData
 from .base import BaseLoop, EvaluationCut
 from .losses import UnequalMeans
-from .step import check_counted
+from .step import UpdateLeftOut, check_counted
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -279,6 +279,8 @@ class TrainLoop(BaseLoop):
         try:
             window = [data_batch] if self.data.accumulate == 1 else data_batch
             outputs = self._runner.stepper.train(window, self.data.counted)
+        except UpdateLeftOut as found:
+            outputs = found.outputs
         except BaseException:
             self.is_torn = True
             raise

@@ -30,6 +30,7 @@ from ..gradient_hooks import Hooked, HooksAfterBackward, HooksInOrder
 from ..noted import Arranged
 from ..parts import (
     StateMemory,
+    cannot_repeat,
     computed_with,
     computes_alone,
     construct,
@@ -541,6 +542,11 @@ def _(strategy: DeepSpeedStrategy, model: nn.Module) -> torch.dtype | None:
     if strategy._request.dtype is not torch.float32:
         cast_inputs_and_outputs(model, strategy._request.dtype, strategy.config.inputs_to_half)
     return None
+
+
+@cannot_repeat.register(DeepSpeedStrategy)
+def _(strategy: DeepSpeedStrategy) -> str | None:
+    return "DeepSpeed's engine keeps the gradients, and adds the second run's to them; choose strategy=\"fsdp\""
 
 
 @rehearsed.register(DeepSpeedStrategy)

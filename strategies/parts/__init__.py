@@ -2,7 +2,7 @@
 
 from ..base import meet
 from ..building import construct, init_weights, shape_of
-from .advice import check_window, choices, explain, pipeline_of, rehearsed
+from .advice import cannot_repeat, check_window, choices, explain, pipeline_of, rehearsed
 from .footprint import StateMemory, state_memory
 from .model_state import (
     aliases,
@@ -33,6 +33,7 @@ __all__ = [
     "appeared",
     "average_buffers",
     "averaged_over",
+    "cannot_repeat",
     "check_initialised",
     "check_replicas",
     "check_window",

@@ -32,6 +32,12 @@ def check_window(strategy: Strategy, window: Sequence[Any], step: TrainStep) -> 
     """
 
 
+@singledispatch
+def cannot_repeat(strategy: Strategy) -> str | None:
+    """Return why forward and backward of a window cannot be run again before its update, after gradients were dropped; None: they can."""
+    return None
+
+
 # What was chosen because the device is an accelerator, where the user has chosen nothing.
 
 

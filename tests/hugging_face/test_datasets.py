@@ -46,7 +46,9 @@ def stream(shards: int) -> Any:
     return rows().to_iterable_dataset(num_shards=shards).with_format("torch")
 
 
-def train(work_dir: Path, dataset: Any, *, updates: int = 3, resume: bool = False, **loader: Any) -> list[int]:
+def train(
+    work_dir: Path, dataset: Any, *, updates: int = 3, resume: bool = False, log_level: str = "ERROR", **loader: Any
+) -> list[int]:
     """Train some updates; return which samples this process has read."""
     runner = FlexibleRunner(
         model=dict(type=Sum),
@@ -56,7 +58,7 @@ def train(work_dir: Path, dataset: Any, *, updates: int = 3, resume: bool = Fals
         train_cfg=dict(by_epoch=False, max_iters=updates),
         default_hooks=dict(checkpoint=dict(by_epoch=False, interval=1)),
         resume=resume,
-        log_level="ERROR",
+        log_level=log_level,
     )
     model: Any = runner.train()
     runner.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.utils.data import IterableDataset
 
 from ....core.base.errors import ConfigError
 from ..samplers import tell_epoch
+from .hugging_face import is_of_hugging_face
 
 SHARD = "shard"
 """Key of a dataloader: True: divide its data over the processes; False: every process has its own data already."""
@@ -46,7 +46,7 @@ def divided(
         ConfigError: it was divided already, for another number of processes or for another one of them, or it may have been.
     """
     index, count = shard
-    if asked is False or not _is_of_hugging_face(dataset):
+    if asked is False or not is_of_hugging_face(dataset):
         if asked is None and count > 1:
             raise undivided(where, type(original(dataset)).__name__, count)
         return DividedStream(dataset, shard, training) if asked and count > 1 else dataset
@@ -68,11 +68,6 @@ def divided(
         )
     split: Any = importlib.import_module("datasets.distributed")
     return split.split_dataset_by_node(dataset, rank=index, world_size=count)
-
-
-def _is_of_hugging_face(dataset: Any) -> bool:
-    kind = getattr(sys.modules.get("datasets"), "IterableDataset", None)
-    return kind is not None and isinstance(dataset, kind)
 
 
 class DividedStream(IterableDataset[Any]):
@@ -194,7 +189,7 @@ class KeptPasses(IterableDataset[Any]):
 def keeping_passes(dataset: Any) -> Any:
     """Return a stream, in KeptPasses if it has a state; one of Hugging Face's knows its epoch itself."""
     has_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
-    return KeptPasses(dataset) if has_state and not _is_of_hugging_face(dataset) else dataset
+    return KeptPasses(dataset) if has_state and not is_of_hugging_face(dataset) else dataset
 
 
 def original(dataset: Any) -> Any:

@@ -1,0 +1,81 @@
+"""Streams of Hugging Face's datasets: which continue exactly from their own state, and which have to be read again."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+_EXACT = frozenset(
+    (
+        "ArrowExamplesIterable",
+        "CyclingMultiSourcesExamplesIterable",
+        "ExamplesIterable",
+        "FilteredExamplesIterable",
+        "FormattedExamplesIterable",
+        "HorizontallyConcatenatedMultiSourcesExamplesIterable",
+        "MappedExamplesIterable",
+        "RandomlyCyclingMultiSourcesExamplesIterable",
+        "RebatchedArrowExamplesIterable",
+        "RepeatExamplesIterable",
+        "SelectColumnsIterable",
+        "ShuffledDataSourcesArrowExamplesIterable",
+        "ShuffledDataSourcesExamplesIterable",
+        "SkipExamplesIterable",
+        "StepExamplesIterable",
+        "TakeExamplesIterable",
+        "VerticallyConcatenatedMultiSourcesExamplesIterable",
+    )
+)
+"""Parts of a stream that go on at their next sample, in every position, also when they go on three times."""
+_BUFFER = "BufferShuffledExamplesIterable"
+
+
+def is_of_hugging_face(dataset: Any) -> bool:
+    """Whether an object is a stream of Hugging Face's datasets."""
+    kind = getattr(sys.modules.get("datasets"), "IterableDataset", None)
+    return kind is not None and isinstance(dataset, kind)
+
+
+def why_read_again(dataset: Any) -> str | None:
+    """Why the state of a stream of Hugging Face's does not lead to its next sample; None if it does, or for other streams."""
+    if not is_of_hugging_face(dataset):
+        return None
+    if not _advances():
+        import datasets
+
+        return f"datasets {datasets.__version__} begins anew when it goes on for the second time; update it"
+    for part in _parts(dataset._ex_iterable):
+        name = type(part).__name__
+        if name == _BUFFER:
+            return "its shuffle buffer is not in its state"
+        if name not in _EXACT:
+            return f"its {name} is not known to go on exactly"
+        formatting = getattr(part, "formatting", None)
+        if getattr(part, "batched", False) and getattr(formatting, "is_table", False):
+            return "a batched map over tables may skip a batch"
+    return None
+
+
+def _parts(part: Any) -> Iterator[Any]:
+    yield part
+    inner = [part.ex_iterable] if hasattr(part, "ex_iterable") else getattr(part, "ex_iterables", ())
+    for one in inner:
+        yield from _parts(one)
+
+
+@functools.cache
+def _advances() -> bool:
+    """Whether the state of a stream follows it after it was restored: https://github.com/huggingface/datasets/issues/8308."""
+    import datasets
+
+    def read_one(stream: Any) -> int:
+        return int(next(iter(stream))["number"])
+
+    stream: Any = datasets.Dataset.from_dict({"number": [0, 1, 2]}).to_iterable_dataset()
+    for expected in range(3):
+        if read_one(stream) != expected:
+            return False
+        stream.load_state_dict(stream.state_dict())
+    return True

@@ -1,0 +1,176 @@
+"""Streams of Hugging Face's datasets, resumed once, twice and three times: every sample comes as in a run without an end in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("datasets")
+
+from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
+
+from flextrain import CheckpointError
+from flextrain.runner.data.streams import hugging_face
+from flextrain.runner.data.streams.hugging_face import why_read_again
+from flextrain.testing import WorkerGroup
+
+from ..hugging_face.test_datasets import train
+from .training import data_workers, log_lines, refuses
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*shuffle buffer.*")
+
+
+def rows(count: int = 24, shards: int = 4, first: int = 0) -> Any:
+    data = Dataset.from_dict({"input_ids": [[first + number, 3] for number in range(count)]})
+    return data.to_iterable_dataset(num_shards=shards)
+
+
+def generated(shards: list[int]) -> Any:
+    for shard in shards:
+        for number in range(6):
+            yield {"input_ids": [10 * shard + number, 3]}
+
+
+def double(batch: Any) -> Any:
+    return {"input_ids": [[10 * first + half, last] for first, last in batch["input_ids"] for half in (0, 1)]}
+
+
+def is_kept(sample: Any) -> bool:
+    return bool(sample["input_ids"][0] % 3)
+
+
+def same(sample: Any) -> Any:
+    return sample
+
+
+def two(**options: Any) -> Any:
+    return interleave_datasets([rows(16, 2), rows(24, 4, 100)], seed=3, **options)
+
+
+# Those that continue from their state, and those that are read again.
+BY_STATE: dict[str, Callable[[], Any]] = {
+    "rows": rows,
+    "generator": lambda: IterableDataset.from_generator(generated, gen_kwargs={"shards": [0, 1, 2, 3]}),
+    "map": lambda: rows().map(same),
+    "batched map": lambda: rows(12).map(double, batched=True, batch_size=5),
+    "filter": lambda: rows(48).filter(is_kept),
+    "interleaved": lambda: two(),
+    "interleaved by chance": lambda: two(probabilities=[0.3, 0.7], stopping_strategy="all_exhausted"),
+    "one after the other": lambda: concatenate_datasets([rows(8, 2), rows(24, 4, 100)]),
+}
+AGAIN: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: rows().shuffle(seed=1, buffer_size=8),
+    "map after shuffling": lambda: rows().shuffle(seed=1, buffer_size=8).map(same),
+    "interleaved of shuffled": lambda: interleave_datasets(
+        [rows(16, 2).shuffle(seed=2, buffer_size=5), rows(24, 4, 100)]
+    ),
+}
+STREAMS = BY_STATE | AGAIN
+
+
+def in_parts(folder: Path, make: Callable[[], Any], ends: list[int], **loader: Any) -> list[int]:
+    """The samples of a run that ends after these updates, and is resumed each time."""
+    found: list[int] = []
+    for begin, end in pairwise((0, *ends)):
+        found += train(folder, make().with_format("torch"), updates=end, resume=begin > 0, **loader)
+    return found
+
+
+def train_in_parts(folder: Path, name: str, ends: list[int], workers: int = 0) -> list[int]:
+    return in_parts(folder, STREAMS[name], ends, **data_workers(workers))
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_that_is_resumed_three_times(tmp_path: Path, name: str) -> None:
+    """Through the end of a pass too, and right after one update more."""
+    whole = train_in_parts(tmp_path / "whole", name, [15])
+    assert len(whole) == 30
+    assert train_in_parts(tmp_path / "parts", name, [3, 4, 9, 15]) == whole
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", STREAMS)
+def test_it_is_so_with_workers(tmp_path: Path, name: str, workers: int) -> None:
+    whole = train_in_parts(tmp_path / "whole", name, [15], workers)
+    assert train_in_parts(tmp_path / "parts", name, [3, 4, 9, 15], workers) == whole
+
+
+@pytest.mark.distributed
+@pytest.mark.full
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", ["rows", "interleaved by chance", "shuffled"])
+def test_it_is_so_on_two_processes(workers2: WorkerGroup, tmp_path: Path, name: str, workers: int) -> None:
+    whole = workers2.run(train_in_parts, tmp_path / "whole", name, [8], workers)
+    assert workers2.run(train_in_parts, tmp_path / "parts", name, [2, 3, 5, 8], workers) == whole
+
+
+@pytest.mark.distributed
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["rows", "shuffled"])
+def test_another_number_of_processes_is_refused(workers2: WorkerGroup, tmp_path: Path, name: str) -> None:
+    workers2.run(train_in_parts, tmp_path, name, [2])
+    with refuses(CheckpointError, matches=r"in the middle of an epoch with shards=2, it is 1 now"):
+        train(tmp_path, STREAMS[name]().with_format("torch"), updates=4, resume=True)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_which_are_read_again_is_known(name: str) -> None:
+    assert (why_read_again(STREAMS[name]()) is not None) is (name in AGAIN)
+
+
+def test_a_loader_of_the_user_s_is_not_believed_either(tmp_path: Path) -> None:
+    """torchdata's has the stream's state, without what is in the buffer."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def trained(folder: str, ends: list[int]) -> list[int]:
+        found: list[int] = []
+        for begin, end in pairwise((0, *ends)):
+            loader = torchdata.StatefulDataLoader(STREAMS["shuffled"]().with_format("torch"), batch_size=2)
+            found += train_loader(tmp_path / folder, loader, end, begin > 0)
+        return found
+
+    assert trained("parts", [3, 5, 9]) == trained("whole", [9])
+
+
+def train_loader(folder: Path, loader: Any, updates: int, resume: bool) -> list[int]:
+    from flextrain import FlexibleRunner
+
+    from ..hugging_face.test_datasets import Sum
+
+    runner = FlexibleRunner(
+        model=Sum, work_dir=folder, train_dataloader=loader, optim_wrapper=dict(optimizer=dict(type="SGD", lr=1e-3)),
+        train_cfg=dict(by_epoch=False, max_iters=updates), resume=resume, log_level="ERROR",
+        default_hooks=dict(checkpoint=dict(by_epoch=False, interval=1)),
+    )  # fmt: skip
+    model: Any = runner.train()
+    runner.close()
+    return list(model.seen)
+
+
+def test_the_log_says_why_it_is_read_again(tmp_path: Path) -> None:
+    with log_lines(20) as lines:
+        train(tmp_path, STREAMS["shuffled"]().with_format("torch"), log_level="INFO")
+    assert any(
+        "reads the stream again from its beginning, its shuffle buffer is not in its state" in line for line in lines
+    )
+
+
+def test_a_version_that_begins_anew_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """datasets 5.0: https://github.com/huggingface/datasets/issues/8308."""
+    load = IterableDataset.load_state_dict
+
+    def load_and_stand_still(self: Any, state: Any) -> None:
+        load(self, state)
+        self.state_dict = lambda: rows().state_dict()
+
+    assert why_read_again(rows()) is None
+    monkeypatch.setattr(IterableDataset, "load_state_dict", load_and_stand_still)
+    hugging_face._advances.cache_clear()
+    assert "begins anew when it goes on for the second time" in str(why_read_again(rows()))
+    monkeypatch.undo()
+    hugging_face._advances.cache_clear()
