@@ -21,7 +21,7 @@ from ..core.base.registry import OPTIMIZERS
 from ..core.torch_compat.dtensor_private import local_part, local_tensor
 from .matrices import OF_OTHERS, STRUCTURE
 from .muon import Muon
-from .owners import Chunk, Exchange, Matrix, exchanges, view
+from .owners import Chunk, Exchange, Matrix, device_of, exchanges, view
 
 if TYPE_CHECKING:
     from .local_shards import LocalShards
@@ -528,7 +528,9 @@ class MuonAdapter(OptimizerAdapter):
 
     def __init__(self, optimizer: Muon, where: str) -> None:
         super().__init__(optimizer, where)
-        self._others = None if optimizer.others is None else OptimizerAdapter(optimizer.others, f"{where}.optimizer.others")
+        self._others = (
+            None if optimizer.others is None else OptimizerAdapter(optimizer.others, f"{where}.optimizer.others")
+        )
 
     @property
     def takes_shards(self) -> bool:
@@ -560,8 +562,8 @@ class WholeAdapter(OptimizerAdapter):
     """Adapter of optimizers whose class declares ``owns_whole = True``, as Shampoo and SOAP may.
 
     The owner of a DTensor gets it whole, with its gradient, steps, and returns the new values. It alone has the state, which is as
-    on one device, in checkpoints too. In an update ``step()`` is called several times, each time with some of the parameters: what
-    it keeps from update to update has to be in the state of parameters or in plain values of groups.
+    on one device, in checkpoints too. In an update ``step()`` is called several times, each time with some of the parameters, or
+    none: what it keeps from update to update has to be in the state of parameters, or in values of groups that depend on none.
     """
 
     def __init__(self, optimizer: Optimizer, where: str) -> None:
@@ -591,6 +593,10 @@ class WholeAdapter(OptimizerAdapter):
         kept = {number for parameter, number in numbers if self.keeps_state_of(parameter)}
         state = {number: values for number, values in packed["state"].items() if number in kept}
         super().load({**packed, "state": state})
+        for parameter, values in self.optimizer.state.items():
+            if isinstance(parameter, DTensor):
+                device = device_of(parameter)  # where its owner computes
+                values.update({k: v.to(device) for k, v in values.items() if isinstance(v, Tensor) and v.ndim})
 
     @contextmanager
     def _by_owners(self) -> Iterator[None]:
@@ -633,11 +639,14 @@ class WholeAdapter(OptimizerAdapter):
         def give(matrix: Matrix, chunk: Chunk) -> list[Tensor]:
             parameter = cast(DTensor, matrix.parameter)
             assert parameter.grad is not None
-            return [view(local, chunk.own) for local in (local_tensor(parameter), local_part(parameter.grad, parameter))]
+            return [
+                view(local, chunk.own) for local in (local_tensor(parameter), local_part(parameter.grad, parameter))
+            ]
 
         def compute(found: list[tuple[Matrix, list[Tensor]]]) -> list[Tensor]:
             wholes = {id(matrix.parameter): _with_gradient(*given) for matrix, given in found}
-            step_with(lambda parameter: wholes.get(id(parameter)))
+            if wholes:
+                step_with(lambda parameter: wholes.get(id(parameter)))
             return [wholes[id(matrix.parameter)].detach() for matrix, _ in found]
 
         def take(matrix: Matrix, chunk: Chunk, values: Tensor) -> None:
@@ -647,24 +656,22 @@ class WholeAdapter(OptimizerAdapter):
             """Step the parameters that have a stand-in, each by it; groups begin each time as before the update."""
             state = self.optimizer.state
             pairs = [(p, own) for parameters in members for p in parameters if (own := stand_in(p)) is not None]
-            if not pairs:
-                return
             for group, parameters, before in zip(groups, members, settings, strict=True):
-                group.update(before)
-                group["params"] = [own for p in parameters if (own := stand_in(p)) is not None]
-            self.optimizer.param_groups = [group for group in groups if group["params"]]
+                group.clear()
+                group.update(before, params=[own for p in parameters if (own := stand_in(p)) is not None])
             self.optimizer.state = defaultdict(dict, {own: state[p] for p, own in pairs if p in state})
             try:
                 with torch.enable_grad():
                     step()
             finally:
                 state.update({p: self.optimizer.state[own] for p, own in pairs if self.optimizer.state.get(own)})
-                self.optimizer.state, self.optimizer.param_groups = state, groups
+                self.optimizer.state = state
                 for group, parameters in zip(groups, members, strict=True):
                     group["params"] = parameters
 
         for exchange in self._exchanges:
             exchange.run(lambda matrix: id(matrix.parameter) in trained, give, compute, take)
+        # On every process, so that what groups count is the same on all.
         step_with(lambda parameter: None if isinstance(parameter, DTensor) else parameter)
 
 

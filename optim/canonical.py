@@ -48,7 +48,9 @@ def hyper_parameters(adapter: OptimizerAdapter, group: Mapping[str, Any], parame
     }
     # torch accepts a 0-dim tensor as learning rate; the next run may use a number.
     plain_values = {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
-    return {f"{GROUP}{parameter}.{key}": value for key, value in ({KIND: adapter.name_of(group)} | plain_values).items()}
+    return {
+        f"{GROUP}{parameter}.{key}": value for key, value in ({KIND: adapter.name_of(group)} | plain_values).items()
+    }
 
 
 def restored_hyper_parameters(

@@ -57,7 +57,7 @@ def find_roles(
     Matrices are parameters of two dimensions, and stacks of experts: parameters of three dimensions of a module whose
     ``num_experts`` is the first size. Not embeddings, by class or name, nor output heads: what ``get_output_embeddings`` of
     transformers' models returns, and what is called ``head``, ``classifier`` and such outside of numbered layers. A tied parameter
-    has the role of an embedding if one of its names has.
+    is left to the other optimizer if it is by one of its names.
 
     Args:
         model: the whole model, before it is distributed.
@@ -73,8 +73,9 @@ def find_roles(
     for name, parameter in named.items():
         holder = model.get_submodule(name.rpartition(".")[0])
         role = _role(name, parameter, holder, parameter in heads)
-        if id(parameter) not in found or role.why_not.startswith("an embedding"):
+        if id(parameter) not in found or not found[id(parameter)].why_not:
             found[id(parameter)] = role
+    chosen = set()
     for rule, own in _matching(matrices, named, f"{where}.matrices"):
         for name, parameter in own:
             if parameter.ndim < 2:
@@ -82,13 +83,15 @@ def find_roles(
             holder = model.get_submodule(name.rpartition(".")[0])
             is_stack = parameter.ndim == 3 and not isinstance(holder, nn.modules.conv._ConvNd)
             found[id(parameter)] = Role(stacked=is_stack)
-    named_as_matrices = {id(p): rule for rule, own in _matching(matrices, named, where) for _, p in own}
+            chosen.add(id(parameter))
     for rule, own in _matching(leave, named, f"{where}.leave", whole_modules=True):
         for name, parameter in own:
-            if id(parameter) in named_as_matrices:
+            if id(parameter) in chosen:
                 raise ConfigError(f'{where}.leave: "{rule}" names {name}, which {where}.matrices names too')
             found[id(parameter)] = Role("named in leave")
-    for (rule, own), given in zip(_matching([*(parts or {})], named, f"{where}.parts"), (parts or {}).values(), strict=True):
+    for (rule, own), given in zip(
+        _matching([*(parts or {})], named, f"{where}.parts"), (parts or {}).values(), strict=True
+    ):
         for name, parameter in own:
             key = f'{where}.parts["{rule}"]'
             if why_not := found[id(parameter)].why_not:
@@ -112,7 +115,7 @@ def _role(name: str, parameter: Tensor, holder: nn.Module, is_head: bool) -> Rol
     *path, own = name.split(".")
     if isinstance(holder, (nn.Embedding, nn.EmbeddingBag)) or "embed" in own:
         return Role("an embedding")
-    if parameter.ndim < 2 or 1 in parameter.shape[-2:] and parameter.ndim == 2:
+    if parameter.ndim < 2 or (1 in parameter.shape[-2:] and parameter.ndim == 2):
         return Role("a vector" if parameter.ndim else "a number")
     first = next((i for i, part in enumerate(path) if part.isdecimal()), len(path))
     if is_head or any(part in _HEADS or part.endswith("_head") for part in path[:first]):
@@ -130,8 +133,7 @@ def _matching(
         own = [
             (name, p)
             for name, p in named.items()
-            if fnmatchcase(name, rule)
-            or (fnmatchcase(name.rpartition(".")[0], rule) and (whole_modules or p.ndim > 1))
+            if fnmatchcase(name, rule) or (fnmatchcase(name.rpartition(".")[0], rule) and (whole_modules or p.ndim > 1))
         ]
         if not own:
             raise ConfigError(f'{where}: "{rule}" names no parameter of the model{suggest(rule, named)}')
@@ -175,7 +177,7 @@ def check_roles(roles: Mapping[str, Role], model: nn.Module, where: str, others:
     if left and others is None:
         more = f", like {counted(len(left) - 1, 'other')}" if left[1:] else ""
         raise ConfigError(
-            f'{where}.others: missing, Muon updates matrices and {left[0]} is {trained[left[0]].why_not}{more}; give '
+            f"{where}.others: missing, Muon updates matrices and {left[0]} is {trained[left[0]].why_not}{more}; give "
             'others=dict(type="AdamW", lr=...)'
         )
     if len(left) == len(trained):

@@ -206,8 +206,9 @@ class Exchange:
         self._ranks = next(iter(layouts.values())).ranks
         self._own = self._ranks.index(get_rank())
         self._group = _group(matrices[0].parameter, self._ranks)
-        self._device = _device(matrices[0].parameter)
-        self._rounds: dict[tuple[int, ...], list[list[Matrix]]] = {}
+        self._device = device_of(matrices[0].parameter)
+        self._wanted: list[Matrix] = []
+        self._rounds: list[list[Matrix]] = []
         self._choose_owners(lambda matrix: layouts[_layout(matrix.parameter)])
 
     def _choose_owners(self, holders_of: Callable[[Matrix], _Holders]) -> None:
@@ -239,10 +240,9 @@ class Exchange:
     def run(self, is_wanted: Callable[[Matrix], bool], give: Give, compute: Compute, take: Take) -> None:
         """Bring the wanted matrices to their owners, compute, and bring the results back; a collective of all holders."""
         wanted = [m for m in self._matrices if is_wanted(m)]
-        key = tuple(map(id, wanted))
-        if key not in self._rounds:
-            self._rounds[key] = self._in_rounds(wanted)
-        rounds = self._rounds[key]
+        if wanted != self._wanted:
+            self._wanted, self._rounds = wanted, self._in_rounds(wanted)
+        rounds = self._rounds
         arrived = self._send_to_owners(rounds[0], give) if rounds else None
         left: Callable[[], None] | None = None
         for number in range(len(rounds)):
@@ -250,7 +250,9 @@ class Exchange:
             matrices = arrived()
             arrived = self._send_to_owners(rounds[number + 1], give) if number + 1 < len(rounds) else None
             results = compute(matrices)
-            leaves = self._send_back(rounds[number], [(m, r) for (m, _), r in zip(matrices, results, strict=True)], take)
+            leaves = self._send_back(
+                rounds[number], [(m, r) for (m, _), r in zip(matrices, results, strict=True)], take
+            )
             if left is not None:
                 left()
             left = leaves
@@ -373,7 +375,7 @@ def _layout(parameter: Tensor) -> Any:
     return (parameter.device_mesh, parameter.placements, shape) if isinstance(parameter, DTensor) else shape
 
 
-def _device(parameter: Tensor) -> torch.device:
+def device_of(parameter: Tensor) -> torch.device:
     """The device to compute on: that of the mesh, also where FSDP keeps parameters on the host."""
     if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != parameter.device.type:
         kind = parameter.device_mesh.device_type
@@ -395,6 +397,6 @@ def exchanges(
         mesh = matrix.parameter.device_mesh if isinstance(matrix.parameter, DTensor) else None
         with with_values():
             ranks = None if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
-        key = ranks, dtype_of(matrix), _device(matrix.parameter)
+        key = ranks, dtype_of(matrix), device_of(matrix.parameter)
         found.setdefault(key, []).append(matrix)
     return [Exchange(own, dtype, bucket_bytes, given) for (_, dtype, _), own in found.items()]

@@ -466,7 +466,9 @@ def _recipe_with_others(
     if not (inspect.isclass(their_kind) and issubclass(their_kind, Optimizer)):
         raise ConfigError(f"{key}.type: {their_kind!r} is no class of an optimizer, choose AdamW")
     if issubclass(their_kind, Muon) or has_own_adapter(their_kind) or getattr(their_kind, "owns_whole", False):
-        raise ConfigError(f"{key}.type: {their_kind.__name__} cannot update what is no matrix beside Muon, choose AdamW")
+        raise ConfigError(
+            f"{key}.type: {their_kind.__name__} cannot update what is no matrix beside Muon, choose AdamW"
+        )
     _check_kind(their_kind, others, key)
     own = _constructor(constructor, cfg, _known_to(kind, their_kind, paramwise_cfg), where)
     try:

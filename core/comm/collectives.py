@@ -370,10 +370,14 @@ def start_exchange(
         sent_sizes, received_sizes: numbers of elements by rank.
     """
     received = sent.new_empty(sum(received_sizes))
-    work = dist.all_to_all_single(as_sent(received), as_sent(sent), received_sizes, sent_sizes, group=group, async_op=True)
+    work = dist.all_to_all_single(
+        as_sent(received), as_sent(sent), received_sizes, sent_sizes, group=group, async_op=True
+    )
 
     def wait() -> tuple[Tensor, ...]:
+        nonlocal sent
         work.wait()
+        del sent  # kept until now
         return torch.split(received, received_sizes)
 
     return wait

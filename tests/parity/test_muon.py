@@ -20,7 +20,7 @@ from flextrain.optim import owners
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_tensors
 from flextrain.testing.loop import alone, train
-from flextrain.testing.sessions import Session, load, save, whole_state
+from flextrain.testing.sessions import load, save, whole_state
 
 from ..conftest import WorkerFactory
 from ..device import DEVICE
@@ -42,13 +42,19 @@ class OfMatrices(Recipe):
     paramwise: bool = False
 
     def optim(self) -> OptimWrapper:
-        options: dict[str, Any] = dict(type="Muon", lr=self.lr, weight_decay=0.05, ns_dtype="float64", bucket_mb=self.bucket_mb)
+        options: dict[str, Any] = dict(
+            type="Muon", lr=self.lr, weight_decay=0.05, ns_dtype="float64", bucket_mb=self.bucket_mb
+        )
         options["others"] = dict(type="AdamW", lr=3e-3, weight_decay=0.05)
         if self.parts is not None:
             options["parts"] = {"layers.*.qkv": self.parts}
         more: dict[str, Any] = {} if self.clip is None else dict(clip_grad=dict(max_norm=self.clip))
         if self.paramwise:
-            keys = {"layers.0": dict(lr_mult=0.5), "embed": dict(lr_mult=3.0, betas=(0.8, 0.9)), "down": dict(momentum=0.8)}
+            keys = {
+                "layers.0": dict(lr_mult=0.5),
+                "embed": dict(lr_mult=3.0, betas=(0.8, 0.9)),
+                "down": dict(momentum=0.8),
+            }
             more["paramwise_cfg"] = dict(custom_keys=keys, norm_decay_mult=0.0, bias_lr_mult=2.0)
         return OptimWrapper(options, accumulative_counts=self.accumulate, **more)
 
@@ -134,9 +140,10 @@ class WholeShampoo(Shampoo):
 
     owns_whole = True
 
-    def update(self, group: dict[str, Any], state: dict[str, Any], p: Tensor, grad: Tensor) -> None:
-        group["updates"] = group.get("updates", 0) + 1 if p.ndim < 2 else group.get("updates", 0)
-        super().update(group, state, p, grad)
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            group["updates"] = group.get("updates", 0) + 1
 
 
 @dataclass(frozen=True)
@@ -179,7 +186,9 @@ def check_states(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     tensors = [{key: value for key, value in each.items() if isinstance(value, Tensor)} for each in (found, expected)]
     same_tensors(*tensors, "the state", 1e-10)
-    values = [{key: value for key, value in each.items() if not isinstance(value, Tensor)} for each in (found, expected)]
+    values = [
+        {key: value for key, value in each.items() if not isinstance(value, Tensor)} for each in (found, expected)
+    ]
     assert values[0] == values[1]
 
 

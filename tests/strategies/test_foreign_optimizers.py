@@ -187,7 +187,7 @@ REFUSED_SPREAD = {
 }
 REFUSED_PIECES = {
     "Adafactor": 'Adafactor keeps "row_var" of shape (16, 1) of a parameter of shape (16, 24)',
-    "Muon": "Muon looks at whole matrices, and ZeRO gives it ranges of many flattened ones",
+    "Muon": "Muon looks at whole matrices, and DeepSpeed gives it ranges of many flattened ones",
     "HuggingFace": 'Adafactor keeps "RMS", one number that it computes from a parameter as a whole',
     "Lars": 'Lars keeps "momentum_buffer", which it computes from a parameter as a whole',
     "Lamb": "Lamb computes with a parameter as a whole",
