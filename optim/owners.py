@@ -27,8 +27,8 @@ from ..core.torch_compat.torch_private import with_values
 Spans = tuple[tuple[int, int], ...]
 """Begin and length in every dimension of a tensor."""
 
-_AT_A_TIME = 3
-"""Rounds of which a process has whole matrices: what arrives, what it computes with, and what leaves."""
+_AT_A_TIME = 5
+"""What a process has of a round's size: what arrives, what it computes with and the results, what leaves now and since the last."""
 
 
 def view(tensor: Tensor, spans: Spans) -> Tensor:
@@ -253,6 +253,7 @@ class Exchange:
             leaves = self._send_back(
                 rounds[number], [(m, r) for (m, _), r in zip(matrices, results, strict=True)], take
             )
+            del matrices, results
             if left is not None:
                 left()
             left = leaves
