@@ -79,6 +79,11 @@ class OptimizerAdapter:
         optimizer = self.optimizer_of(group)
         return self.name if optimizer is self.optimizer else type(optimizer).__name__
 
+    @property
+    def steps_in_parts(self) -> bool:
+        """Whether an update calls ``step()`` several times, with tensors that stand in for some of the parameters."""
+        return False
+
     def keeps_state_of(self, parameter: Tensor) -> bool:
         """Return whether this process has state of a parameter that it has a shard of."""
         return True
@@ -577,6 +582,20 @@ class WholeAdapter(OptimizerAdapter):
         """See OptimizerAdapter."""
         return True
 
+    @property
+    def steps_in_parts(self) -> bool:
+        """See OptimizerAdapter."""
+        self._plan()
+        return bool(self._exchanges)
+
+    def check(self, model: nn.Module) -> None:
+        """See OptimizerAdapter."""
+        if self.steps_in_parts and (inner := [*self._inner()]):
+            raise StrategyError(
+                f"{self.where}.optimizer: {type(self.optimizer).__name__} has an optimizer of its own in {inner[0]}, whose state stays "
+                "apart from the parameters that their owners get whole; keep all in one state, or choose DDPStrategy"
+            )
+
     def keeps_state_of(self, parameter: Tensor) -> bool:
         """See OptimizerAdapter."""
         self._plan()
@@ -614,8 +633,7 @@ class WholeAdapter(OptimizerAdapter):
 
     def stepping(self) -> AbstractContextManager[None]:
         """See OptimizerAdapter."""
-        self._plan()
-        return self._by_owners() if self._exchanges else NOTHING
+        return self._by_owners() if self.steps_in_parts else NOTHING
 
     def _plan(self) -> None:
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]

@@ -254,7 +254,13 @@ class OptimWrapper:
             reason = why_not_usable(self.make_another, samples)
             if reason is not None:
                 raise StrategyError(f"{self.where}.optimizer: {kind} {reason}")
-        if not resumes(self.make_another, samples):
+        resumed = resumes(self.make_another, samples)
+        if not resumed and self.adapter.steps_in_parts:
+            raise StrategyError(
+                f'{self.where}.optimizer: {kind} keeps values outside of its "state" and "param_groups", which are lost where owners '
+                "step sharded parameters; keep them in the state, or choose DDPStrategy"
+            )
+        if not resumed:
             _logger.warning(
                 '%s.optimizer: %s keeps values outside of its "state" and "param_groups", which checkpoints do not '
                 "contain; a resumed run will differ from an uninterrupted one",
