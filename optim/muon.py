@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from ..core.base.errors import ConfigError
 from ..core.base.registry import OPTIMIZERS
 from ..core.torch_compat.dtensor_private import laid_out_as, local_part, local_tensor
-from .matrices import OF_OTHERS, STRUCTURE, matrices_of
+from .matrices import OF_OTHERS, matrices_of
 from .owners import Chunk, Exchange, Matrix, exchanges, view
 
 AdjustLR = Literal["original", "match_rms_adamw", "spectral_unclamped"]
@@ -127,8 +128,9 @@ class Muon(Optimizer):
 
     def another(self, groups: list[dict[str, Any]]) -> Muon:
         """Return an optimizer with the same settings for other groups."""
-        settings = {key: value for key, value in self.defaults.items() if key not in STRUCTURE}
-        return Muon(groups, **settings, **self.given)
+        known = inspect.signature(type(self)).parameters
+        settings = {key: value for key, value in self.defaults.items() if key in known}
+        return type(self)(groups, **settings, **self.given)
 
     def __getstate__(self) -> dict[str, Any]:
         """Also the other optimizer, for copies; what is planned with process groups is left out."""

@@ -191,7 +191,7 @@ def test_frozen_parameters_need_no_other_optimizer() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    (dict(others=None), '.others: missing, Muon updates matrices and pos_embed is an embedding, like 10 others; give others=dict(type="AdamW", lr=...)'),
+    (dict(others=None), '.others: missing, Muon updates matrices and pos_embed is an embedding, like 8 others; give others=dict(type="AdamW", lr=...)'),
     (dict(others=5), '.others: 5 is not allowed, give dict(type="AdamW", lr=...)'),
     (dict(others=dict(type="AdmaW")), '.others.type: "AdmaW" is no known optimizer, did you mean "AdamW"?'),
     (dict(others=dict(lr=0.1)), ".others.type: missing, say which optimizer"),
