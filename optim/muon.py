@@ -39,7 +39,7 @@ class Muon(Optimizer):
     ``others``; ``stacked`` for parameters that have a matrix in every row; ``part_sizes`` and ``part_dim`` for parameters in which
     matrices are joined. Parameters of more dimensions that are not stacked are matrices with a row for every index of the first.
 
-    Rounding: a gradient of low rank (few tokens, a padded projection) has singular values of zero, which the iteration does
+    Rounding: a gradient of low rank (few tokens, or inputs whose mean a layer norm has taken) has singular values of zero, which the iteration does
     not leave at zero in bfloat16: it magnifies rounding errors, by about 3.4 in each step. There two processes' sums in
     another order give updates that differ as much as the update is large. So differ one device and several, as one device from
     itself with batches of another order. With ``ns_dtype="float64"`` such differences stay below 1e-10.

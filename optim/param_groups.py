@@ -460,8 +460,6 @@ def _recipe_with_others(
     others, key = given.get("others"), f"{where}.optimizer.others"
     if others is None:
         return OptimizerRecipe(given, _constructor(constructor, cfg, paramwise_cfg, where), where, rules)
-    if not isinstance(others, (Mapping, str)):
-        raise ConfigError(f'{key}: {others!r} is not allowed, give dict(type="AdamW", lr=...)')
     their_kind = OPTIMIZERS.check(others, key, provided=("params",))
     if not (inspect.isclass(their_kind) and issubclass(their_kind, Optimizer)):
         raise ConfigError(f"{key}.type: {their_kind!r} is no class of an optimizer, choose AdamW")
@@ -535,11 +533,13 @@ _NEVER_CALLED = {
 
 
 def _try(kind: Any, cfg: Mapping[str, Any] | str, where: str) -> None:
-    """Construct torch's own optimizers for a dummy parameter, because only the constructor checks the ranges."""
-    if not getattr(kind, "__module__", "").startswith("torch.optim."):
+    """Construct torch's own optimizers, and Muon, for a dummy parameter, because only the constructor checks the ranges."""
+    if kind is not Muon and not getattr(kind, "__module__", "").startswith("torch.optim."):
         return  # other packages' constructors may look for a device or start a compiler
     try:
         OPTIMIZERS.build(cfg, where, params=[nn.Parameter(torch.zeros(1, 1))])
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
 
@@ -709,6 +709,8 @@ def make_for(recipe: OptimizerRecipe, groups: list[dict[str, Any]], more: Mappin
         where = f"{recipe.where}.optimizer"
         try:
             optimizer: Optimizer = OPTIMIZERS.build(recipe.optimizer, where, params=groups, **(more or {}))
+        except ConfigError:
+            raise
         except ValueError as error:  # the parameters do not fit: torch's Muon accepts only matrices
             raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
         return optimizer

@@ -157,7 +157,7 @@ def test_parts_and_experts_are_orthogonalised_apart() -> None:
         for part in moved.flatten(0, -2).chunk(parts):
             factor = max(1, part.shape[0] / part.shape[1]) ** 0.5
             values = torch.linalg.svdvals(part / factor)
-            assert values.min() > 0.3
+            assert values[-2] > 0.3  # a layer norm takes the mean of the inputs, so that the last one may be zero
             assert values.max() < 1.4
     whole = Net()
     whole.load_state_dict(before.state_dict())
@@ -192,7 +192,7 @@ def test_frozen_parameters_need_no_other_optimizer() -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     (dict(others=None), '.others: missing, Muon updates matrices and pos_embed is an embedding, like 8 others; give others=dict(type="AdamW", lr=...)'),
-    (dict(others=5), '.others: 5 is not allowed, give dict(type="AdamW", lr=...)'),
+    (dict(others=5), '.others: 5 is not allowed, give a dict or a string'),
     (dict(others=dict(type="AdmaW")), '.others.type: "AdmaW" is no known optimizer, did you mean "AdamW"?'),
     (dict(others=dict(lr=0.1)), ".others.type: missing, say which optimizer"),
     (dict(others=dict(type="AdamW", lrr=0.1)), '.others.lrr: unknown key, did you mean "lr"?'),
