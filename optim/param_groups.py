@@ -463,7 +463,7 @@ def _recipe_with_others(
     their_kind = OPTIMIZERS.check(others, key, provided=("params",))
     if not (inspect.isclass(their_kind) and issubclass(their_kind, Optimizer)):
         raise ConfigError(f"{key}.type: {their_kind!r} is no class of an optimizer, choose AdamW")
-    if issubclass(their_kind, Muon) or has_own_adapter(their_kind) or getattr(their_kind, "owns_whole", False):
+    if has_own_adapter(their_kind):
         raise ConfigError(
             f"{key}.type: {their_kind.__name__} cannot update what is no matrix beside Muon, choose AdamW"
         )
