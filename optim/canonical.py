@@ -48,7 +48,9 @@ def hyper_parameters(adapter: OptimizerAdapter, group: Mapping[str, Any], parame
     }
     # torch accepts a 0-dim tensor as learning rate; the next run may use a number.
     plain_values = {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
-    return {f"{GROUP}{parameter}.{key}": value for key, value in ({KIND: adapter.name} | plain_values).items()}
+    return {
+        f"{GROUP}{parameter}.{key}": value for key, value in ({KIND: adapter.name_of(group)} | plain_values).items()
+    }
 
 
 def restored_hyper_parameters(
@@ -64,10 +66,11 @@ def restored_hyper_parameters(
     Raises:
         CheckpointError: they belong to another class of optimizer.
     """
-    kind = saved.get(KIND, adapter.name)
-    if kind != adapter.name:
+    kind = saved.get(KIND, name := adapter.name_of(group))
+    if kind != name:
+        own_kind = type(adapter.optimizer_of(group)).__name__
         raise CheckpointError(
-            f"optimizer: the checkpoint's is {kind}, the configuration's is {type(adapter.optimizer).__name__}; resume with "
+            f"optimizer: the checkpoint's is {kind}, the configuration's is {own_kind}; resume with "
             "the same one, or start from the weights alone with load_from"
         )
     own = adapter.own_hyper_parameters({key: value for key, value in saved.items() if key != KIND})

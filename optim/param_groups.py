@@ -19,6 +19,9 @@ from ..core.base.overriding import refuse_misspelled, refuse_unused
 from ..core.base.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 from ..core.device.precision import acts_as_norm
 from ..core.torch_compat.torch_private import has_values
+from .adapters import has_own_adapter
+from .matrices import OF_OTHERS, Role, check_roles, find_roles
+from .muon import Muon
 
 # Parameter groups of a constructor: merged where they are equal, and held against the model's parameters.
 
@@ -389,11 +392,18 @@ _logger = logging.getLogger("flextrain")
 
 @dataclass(frozen=True)
 class OptimizerRecipe:
-    """A checked configuration, from which the optimizer is created after the model is placed."""
+    """A checked configuration, from which the optimizer is created after the model is placed.
+
+    Attributes:
+        rules: of an optimizer of matrices, which parameters are such, as ``find_roles`` takes it; otherwise None.
+        others: of an optimizer of matrices, the recipe for all else.
+    """
 
     optimizer: Any
     constructor: Any
     where: str
+    rules: Mapping[str, Any] | None = None
+    others: OptimizerRecipe | None = None
 
 
 def check_optimizer(
@@ -420,18 +430,64 @@ def check_optimizer(
         kind = OPTIMIZERS.check(optimizer, f"{where}.optimizer", provided=("params",))
     elif not callable(optimizer):
         raise ConfigError(f"{where}.optimizer: {optimizer!r} is not allowed, give dict(type=...) or an optimizer")
+    _check_kind(kind, optimizer, f"{where}.optimizer")
+    cfg = {**(wrapper_cfg or {}), "optimizer": optimizer}
+    if isinstance(optimizer, (Mapping, str)) and inspect.isclass(kind) and issubclass(kind, Muon):
+        given = {"type": optimizer} if isinstance(optimizer, str) else optimizer
+        return _recipe_with_others(given, kind, cfg, paramwise_cfg, constructor, where)
+    return OptimizerRecipe(optimizer, _constructor(constructor, cfg, paramwise_cfg, where), where)
+
+
+def _check_kind(kind: Any, given: Any, where: str) -> None:
+    """Raise ConfigError for a class that no training loop can step, or for a value that it does not take."""
     if _needs_closure(kind):
         raise ConfigError(
-            f"{where}.optimizer: {kind.__name__} evaluates the loss several times per update, a training loop that computes "
+            f"{where}: {kind.__name__} evaluates the loss several times per update, a training loop that computes "
             "it once cannot offer that; choose another optimizer"
         )
-    for name, value in optimizer.items() if isinstance(optimizer, Mapping) else ():
+    for name, value in given.items() if isinstance(given, Mapping) else ():
         if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{where}.optimizer.{name}: {value} is not allowed, give a finite number")
-    if isinstance(optimizer, (Mapping, str)):
-        _try(kind, optimizer, f"{where}.optimizer")
-    cfg = {**(wrapper_cfg or {}), "optimizer": optimizer}
-    return OptimizerRecipe(optimizer, _constructor(constructor, cfg, paramwise_cfg, where), where)
+            raise ConfigError(f"{where}.{name}: {value} is not allowed, give a finite number")
+    if isinstance(given, (Mapping, str)):
+        _try(kind, given, where)
+
+
+def _recipe_with_others(
+    given: Mapping[str, Any], kind: Any, cfg: Mapping[str, Any], paramwise_cfg: Any, constructor: Any, where: str
+) -> OptimizerRecipe:
+    """Return the recipe of an optimizer of matrices, and of the one that it leaves all else to."""
+    rules = {key: given[key] for key in ("matrices", "leave", "parts") if given.get(key)}
+    others, key = given.get("others"), f"{where}.optimizer.others"
+    if others is None:
+        return OptimizerRecipe(given, _constructor(constructor, cfg, paramwise_cfg, where), where, rules)
+    their_kind = OPTIMIZERS.check(others, key, provided=("params",))
+    if not (inspect.isclass(their_kind) and issubclass(their_kind, Optimizer)):
+        raise ConfigError(f"{key}.type: {their_kind!r} is no class of an optimizer, choose AdamW")
+    if has_own_adapter(their_kind):
+        raise ConfigError(
+            f"{key}.type: {their_kind.__name__} cannot update what is no matrix beside Muon, choose AdamW"
+        )
+    _check_kind(their_kind, others, key)
+    own = _constructor(constructor, cfg, _known_to(kind, their_kind, paramwise_cfg), where)
+    try:
+        their_cfg = {**cfg, "optimizer": {"type": others} if isinstance(others, str) else others}
+        theirs = _constructor(constructor, their_cfg, _known_to(their_kind, kind, paramwise_cfg), where)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(f"{where}.optimizer.", f"{key}.", 1)) from None
+    return OptimizerRecipe(given, own, where, rules, OptimizerRecipe(others, theirs, where))
+
+
+def _known_to(kind: Any, other: Any, paramwise_cfg: Any) -> Any:
+    """Return ``paramwise_cfg`` without settings in custom keys that only the other of two optimizers has."""
+    keys = paramwise_cfg.get("custom_keys") if isinstance(paramwise_cfg, Mapping) else None
+    if not isinstance(keys, Mapping):
+        return paramwise_cfg
+    without = inspect.signature(other).parameters.keys() - inspect.signature(kind).parameters.keys()
+    kept = {
+        key: {name: value for name, value in own.items() if name not in without} if isinstance(own, Mapping) else own
+        for key, own in keys.items()
+    }
+    return {**paramwise_cfg, "custom_keys": kept}
 
 
 def _constructor(given: Any, cfg: Mapping[str, Any], paramwise_cfg: Any, where: str) -> Any:
@@ -477,11 +533,13 @@ _NEVER_CALLED = {
 
 
 def _try(kind: Any, cfg: Mapping[str, Any] | str, where: str) -> None:
-    """Construct torch's own optimizers for a dummy parameter, because only the constructor checks the ranges."""
-    if not getattr(kind, "__module__", "").startswith("torch.optim."):
+    """Construct torch's own optimizers, and Muon, for a dummy parameter, because only the constructor checks the ranges."""
+    if kind is not Muon and not getattr(kind, "__module__", "").startswith("torch.optim."):
         return  # other packages' constructors may look for a device or start a compiler
     try:
         OPTIMIZERS.build(cfg, where, params=[nn.Parameter(torch.zeros(1, 1))])
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
 
@@ -494,16 +552,65 @@ def _needs_closure(kind: Any) -> bool:
     return closure is not None and closure.default is closure.empty
 
 
-def make_groups(recipe: OptimizerRecipe, model: nn.Module) -> list[dict[str, Any]]:
+Roles = Mapping[str, Role]
+"""By name, what an optimizer of matrices does with each parameter."""
+
+
+def roles_of(recipe: OptimizerRecipe, model: nn.Module) -> Roles | None:
+    """Return what an optimizer of matrices does with each parameter; None for all other optimizers.
+
+    Args:
+        recipe: from ``check_optimizer``.
+        model: the user's whole module, before it is distributed.
+
+    Raises:
+        ConfigError: the configuration does not fit the model.
+    """
+    if recipe.rules is None:
+        return None
+    where = f"{recipe.where}.optimizer"
+    roles = find_roles(model, where, **recipe.rules)
+    others = recipe.others
+    name = None if others is None else OPTIMIZERS.resolve(_type(others.optimizer)).__name__
+    check_roles(roles, model, where, name)
+    return roles
+
+
+def _type(optimizer: Any) -> Any:
+    return optimizer["type"] if isinstance(optimizer, Mapping) else optimizer
+
+
+def make_groups(recipe: OptimizerRecipe, model: nn.Module, roles: Roles | None = None) -> list[dict[str, Any]]:
     """Return the parameter groups that the constructor makes of a model; log what it may have missed.
 
     Args:
         recipe: from ``check_optimizer``.
         model: the user's module.
+        roles: from ``roles_of``; None: they are found in ``model``.
 
     Raises:
         ConfigError: a parameter is left out, is in several groups, or is no parameter of the model.
     """
+    if recipe.rules is None:
+        return _constructed(recipe, model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if roles is None or not roles.keys() >= {*names.values()}:
+        roles = roles_of(recipe, model)
+        assert roles is not None
+    found: list[dict[str, Any]] = []
+    for group in _constructed(recipe, model):
+        own: dict[Role, list[Any]] = {}
+        for parameter in group["params"]:
+            own.setdefault(roles[names[id(parameter)]], []).append(parameter)
+        found += [{**group, **role.settings, "params": own[role]} for role in own if not role.why_not]
+    for group in _constructed(recipe.others, model) if recipe.others is not None else ():
+        theirs = [parameter for parameter in group["params"] if roles[names[id(parameter)]].why_not]
+        if theirs:
+            found.append({**group, OF_OTHERS: True, "params": theirs})
+    return found
+
+
+def _constructed(recipe: OptimizerRecipe, model: nn.Module) -> list[dict[str, Any]]:
     maker, where = recipe.constructor, recipe.where
     if maker is None:
         parameters = list(model.parameters())
@@ -544,15 +651,20 @@ def _warn(maker: Any, given: NotedReads, names: Iterable[str], where: str) -> No
         )
 
 
-def make_optimizer(recipe: OptimizerRecipe, model: nn.Module) -> Optimizer:
+def make_optimizer(recipe: OptimizerRecipe, model: nn.Module, roles: Roles | None = None) -> Optimizer:
     """Create the torch optimizer for the model's parameters.
 
     Args:
         recipe: from ``check_optimizer``.
         model: the user's module, on its device.
+        roles: as in ``make_groups``.
     """
-    groups = make_groups(recipe, model)
+    groups = make_groups(recipe, model, roles)
     on_cpu = not groups or groups[0]["params"][0].device.type == "cpu"
+    if recipe.others is not None and not on_cpu:
+        theirs = [group for group in groups if group.get(OF_OTHERS)]
+        for group in theirs:
+            group.update(_implementation(recipe.others.optimizer, theirs, model))
     return make_for(recipe, groups, {} if on_cpu else _implementation(recipe.optimizer, groups, model))
 
 
@@ -588,13 +700,17 @@ def make_for(recipe: OptimizerRecipe, groups: list[dict[str, Any]], more: Mappin
         groups: the parameter groups.
         more: arguments that a configuration has not.
     """
-    if isinstance(built := recipe.optimizer, Optimizer):
+    if isinstance(built := recipe.optimizer, Muon):
+        return built.another(groups)
+    if isinstance(built, Optimizer):
         known = inspect.signature(type(built)).parameters
         return type(built)(groups, **{key: value for key, value in built.defaults.items() if key in known})
     if isinstance(recipe.optimizer, (Mapping, str)):
         where = f"{recipe.where}.optimizer"
         try:
             optimizer: Optimizer = OPTIMIZERS.build(recipe.optimizer, where, params=groups, **(more or {}))
+        except ConfigError:
+            raise
         except ValueError as error:  # the parameters do not fit: torch's Muon accepts only matrices
             raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
         return optimizer

@@ -160,7 +160,7 @@ class Samples:
         return Trial(before, [parameter.detach() for parameter, _ in present], states)
 
 
-_OWN = ("params", "param_names")
+_OWN = ("params", "param_names", "part_sizes")  # sizes are the model's
 
 
 def _fit(key: str, value: Any) -> Any:

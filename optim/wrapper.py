@@ -24,7 +24,7 @@ from ..core.torch_compat.torch_private import has_values, with_values
 from . import gradients
 from .adapters import OptimizerAdapter, adapter_for
 from .gradients import ModelGroup
-from .param_groups import check_optimizer, make_for, make_optimizer
+from .param_groups import Roles, check_optimizer, make_for, make_optimizer, roles_of
 from .trial import Samples, resumes, why_not_usable
 
 _SCALER = "loss_scaler"
@@ -171,6 +171,7 @@ class OptimWrapper:
         self._recipe = check_optimizer(optimizer, paramwise_cfg, constructor, where, own)
         self._optimizer: Optimizer | None = optimizer if isinstance(optimizer, Optimizer) else None
         self._adapter: OptimizerAdapter | None = None
+        self._roles: Roles | None = None
         self._autocast: Callable[[], AbstractContextManager[None]] | None = None
         self._model_group: ModelGroup | None = None
         self._step_pre_hooks: list[Callable[[OptimWrapper], None]] = []
@@ -188,6 +189,15 @@ class OptimWrapper:
     def attach(self, device: torch.device, autocast: Callable[[], AbstractContextManager[None]]) -> None:
         """Store the training device and the strategy's context for forward."""
         self._autocast = autocast
+
+    def examine(self, model: nn.Module) -> None:
+        """Note which parameters an optimizer of matrices updates, while the model is whole and as the user has made it.
+
+        Raises:
+            ConfigError: the optimizer's configuration does not fit the model.
+        """
+        if self._optimizer is None:
+            self._roles = roles_of(self._recipe, model)
 
     def build(self, model: nn.Module) -> None:
         """Create the torch optimizer for the parameters of ``model``, after they were wrapped and sharded.
@@ -223,7 +233,7 @@ class OptimWrapper:
         self._model_group = model_group
 
     def _make(self, model: nn.Module) -> Optimizer:
-        return make_optimizer(self._recipe, model)
+        return make_optimizer(self._recipe, model, self._roles)
 
     def make_another(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Create an optimizer with the same configuration for other parameters."""
@@ -244,7 +254,13 @@ class OptimWrapper:
             reason = why_not_usable(self.make_another, samples)
             if reason is not None:
                 raise StrategyError(f"{self.where}.optimizer: {kind} {reason}")
-        if not resumes(self.make_another, samples):
+        resumed = resumes(self.make_another, samples)
+        if not resumed and self.adapter.steps_in_parts:
+            raise StrategyError(
+                f'{self.where}.optimizer: {kind} keeps values outside of its "state" and "param_groups", which are lost where owners '
+                "step sharded parameters; keep them in the state, or choose DDPStrategy"
+            )
+        if not resumed:
             _logger.warning(
                 '%s.optimizer: %s keeps values outside of its "state" and "param_groups", which checkpoints do not '
                 "contain; a resumed run will differ from an uninterrupted one",

@@ -99,6 +99,13 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         for wrapper in self._wrappers.values():
             wrapper.attach(device, autocast)
 
+    def examine(self, model: nn.Module) -> None:
+        """See OptimWrapper; each sees the submodule of its name."""
+        parts = dict(model.named_children())
+        for name, wrapper in self._wrappers.items():
+            if name in parts:
+                wrapper.examine(parts[name])
+
     def build(self, model: nn.Module) -> None:
         """Build each optimizer from the submodule of its name.
 

@@ -351,6 +351,8 @@ class Strategy:
             self.precision = optim.precision
         if optim is not None and self.topology.model is None:  # otherwise another process may have what is trained
             check_trainable(model)
+        if optim is not None:
+            optim.examine(model)
         self._check_request(model, optim)
         noted = self.noted
         blueprint = noted.blueprint = Blueprint(model, shaped)
@@ -557,6 +559,8 @@ class Strategy:
             prefix, name, item = split_key(key)
             if prefix == STATE and name in optimized and hasattr(info, "shape"):
                 wrapper, parameter = optimized[name]
+                if not wrapper.adapter.keeps_state_of(parameter):
+                    continue
                 live = wrapper.adapter.state_of(parameter).get(item)
                 if isinstance(live, Tensor) and (tuple(live.shape), live.dtype) == (tuple(info.shape), info.dtype):
                     template[key] = live
@@ -566,6 +570,8 @@ class Strategy:
 
     def _state_like(self, wrapper: OptimWrapper, parameter: Tensor, key: str, info: Any) -> Tensor:
         """Return an empty tensor of ``info.shape`` and ``info.dtype`` for state, in the parameter's layout."""
+        if (own := wrapper.adapter.empty_state(parameter, info.shape, info.dtype)) is not None:
+            return own
         if tuple(info.shape) == tuple(parameter.shape):
             return torch.empty_like(parameter, dtype=info.dtype, requires_grad=False)
         return torch.empty(info.shape, dtype=info.dtype)

@@ -139,7 +139,7 @@ class ShardedOptimizers:
         Raises:
             StrategyError: on every process, if the result on any differs from that of whole parameters.
         """
-        if wrapper.adapter.is_elementwise:
+        if wrapper.adapter.takes_shards:
             return
         if not all(has_values(p) for group in wrapper.param_groups for p in group["params"]):
             unchecked.warning(
@@ -189,7 +189,7 @@ def check_divided(wrapper: OptimWrapper, what: str, instead: str) -> None:
     Raises:
         StrategyError: the result differs from that of whole parameters.
     """
-    if wrapper.adapter.is_elementwise:
+    if wrapper.adapter.takes_shards:
         return
     with with_values():
         reason = why_not_flat_shards(wrapper.make_another, Samples.like(wrapper.optimizer))

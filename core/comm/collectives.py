@@ -343,6 +343,46 @@ def group_with_this_process(
     return own
 
 
+def group_among(ranks: tuple[int, ...]) -> Any:
+    """The process group of these ranks, of which this process is one; a collective of them alone, the first time.
+
+    Args:
+        ranks: ascending.
+    """
+    if len(ranks) == get_world_size():
+        return dist.group.WORLD
+    groups = _groups_among.setdefault(dist.group.WORLD, {})
+    if ranks not in groups:
+        groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return groups[ranks]
+
+
+_groups_among: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+
+
+def start_exchange(
+    sent: Tensor, sent_sizes: list[int], received_sizes: list[int], group: Any
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Start to send each process of ``group`` its own part of a tensor; return a function that waits for what the others sent.
+
+    Args:
+        sent: of one dimension; the parts in the order of the group's ranks.
+        sent_sizes, received_sizes: numbers of elements by rank.
+    """
+    received = sent.new_empty(sum(received_sizes))
+    work = dist.all_to_all_single(
+        as_sent(received), as_sent(sent), received_sizes, sent_sizes, group=group, async_op=True
+    )
+
+    def wait() -> tuple[Tensor, ...]:
+        nonlocal sent
+        work.wait()
+        del sent  # kept until now
+        return torch.split(received, received_sizes)
+
+    return wait
+
+
 @contextmanager
 def group_of(ranks: Sequence[int]) -> Iterator[Any]:
     """Context with a process group of these ranks; None on the other processes. Every process must enter it."""
@@ -428,6 +468,7 @@ def destroy_process_group() -> None:
     if is_initialized():
         time.sleep(_GLOO_LETS_GO_S)
         _side_groups.pop(dist.group.WORLD, None)
+        _groups_among.pop(dist.group.WORLD, None)
         dist.destroy_process_group()
         if "torch.distributed.tensor" in sys.modules:
             from ..torch_compat.dtensor_private import forget_meshes  # which imports it

@@ -101,7 +101,7 @@ _ARGUMENTS = {
     "AmpOptimWrapper": 'dtype="bfloat16", optimizer=dict(type="AdamW", lr=1e-3)',
     "ApexOptimWrapper": 'opt_level="O1", optimizer=dict(type="AdamW", lr=1e-3)',
     "SGD": "lr=0.1, momentum=0.9",
-    "Muon": "lr=1e-3",
+    "Muon": 'lr=0.02, others=dict(type="AdamW", lr=1e-3)',
     # Schedules
     "ConstantLR": "factor=0.1, end=5",
     "LinearLR": "start_factor=0.01, by_epoch=False, end=500",

@@ -133,7 +133,7 @@ _HOMES = {
 _ERROR_FEEDBACK = "keeps compression errors that differ by process and fit no checkpoint; choose FusedAdam or AdamW"
 _REFUSED = {
     **dict.fromkeys(("OnebitAdam", "OnebitLamb", "ZeroOneAdam"), _ERROR_FEEDBACK),
-    "MuonWithAuxAdam": "is made from DeepSpeed's own configuration only; choose torch's Muon, at stage 0",
+    "MuonWithAuxAdam": "is made from DeepSpeed's own configuration only; choose Muon with others, under FSDP",
 }
 _REFUSED_ZERO = {
     "FusedLamb": "needs norms of whole parameters, ZeRO gives it shards; choose FusedAdam, or stage 0",
@@ -187,6 +187,11 @@ def check_supported(wrapper: OptimWrapper, stage: int) -> None:
             raise StrategyError(f'{wrapper.where}.optimizer.type: "{base}" {reason}')
     if wrapper.adapter.is_elementwise or (kind.__name__ in _HOMES and kind.__module__.startswith("deepspeed.")):
         return
+    if wrapper.adapter.takes_shards:
+        raise StrategyError(
+            f"{wrapper.where}.optimizer: {kind.__name__} looks at whole matrices, and DeepSpeed gives it ranges of many flattened ones; "
+            'choose strategy="fsdp", which shards as much, or "ddp"'
+        )
     samples = Samples.like(
         optimizer, lambda parameter: getattr(parameter, "ds_shape", getattr(parameter, "whole_shape", parameter.shape))
     )

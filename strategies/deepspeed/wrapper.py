@@ -408,7 +408,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
 
     def _make(self, model: nn.Module) -> Optimizer:
         with engine_internals.whole_shapes(model):
-            groups = make_groups(self._recipe, model)
+            groups = make_groups(self._recipe, model, self._roles)
         return make_for(self._recipe, groups)
 
     def bind(self, engine: Any, fragments: Sequence[Fragment], *, clips_here: bool) -> None:

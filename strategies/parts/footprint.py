@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import singledispatch
@@ -13,6 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ...optim.matrices import OF_OTHERS
+from ...optim.muon import Muon
 from ..base import Strategy
 
 Sizes = tuple[tuple[int, ...], torch.dtype]
@@ -104,11 +107,15 @@ def state_of_shapes(
     known: dict[tuple[Sizes, int], int] = {}
     total = 0
     for shape, dtype, group in shaped:
-        if not type(optimizer).__module__.startswith("torch.optim"):
+        if isinstance(optimizer, Muon) and not group.get(OF_OTHERS):
+            total += math.prod(shape) * dtype.itemsize  # the momentum
+            continue
+        own = optimizer.others if isinstance(optimizer, Muon) else optimizer
+        if own is None or not type(own).__module__.startswith("torch.optim"):
             return None
         key = ((shape, dtype), id(group))
         if key not in known:
-            found = _created(optimizer, shape, dtype, group)
+            found = _created(own, shape, dtype, group)
             if found is None:
                 return None
             known[key] = found

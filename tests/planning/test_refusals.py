@@ -57,7 +57,7 @@ ROWS = {
         "mlp",
         "fsdp",
         {"optim_wrapper.optimizer": {"type": "Muon", "lr": 1e-3}},
-        "optim_wrapper.optimizer: Muon",
+        "optim_wrapper.optimizer.others: missing, Muon updates matrices",
     ),
     "closure": (
         "mlp",

@@ -187,7 +187,6 @@ def losses_with_muon(alone: bool) -> list[float]:
         return train(session.strategy, session.model, session.optim, batches).losses
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
 def test_an_optimizer_of_whole_matrices(workers2: WorkerGroup) -> None:
     found, expected = workers2.run(losses_with_muon, False)[0], workers2.run(losses_with_muon, True)[0]
     # Muon computes in bfloat16, which keeps 8 bits.
