@@ -57,6 +57,14 @@ def local_tensor(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
+def local_part(gradient: Tensor, parameter: DTensor) -> Tensor:
+    """What this process has of a parameter's gradient, which is laid out as the parameter if it is not yet. 2.6, 2.15."""
+    given = cast(DTensor, gradient)
+    if given._spec is not parameter._spec and given.placements != parameter.placements:
+        given = given.redistribute(parameter.device_mesh, parameter.placements)
+    return given._local_tensor
+
+
 def local_tensors(tensors: Iterable[DTensor]) -> list[Tensor]:
     """``local_tensor`` of each, without a call for it. 2.6, 2.15."""
     return [*map(_LOCAL_TENSOR, tensors)]

@@ -14,7 +14,7 @@ from flextrain.core.torch_compat.torch_private import TorchDispatchMode
 from flextrain.strategies.mesh.context.attention import Ring, ring_attention
 from flextrain.strategies.mesh.context.batches import SequenceShards
 from flextrain.strategies.mesh.context.masks import Mask
-from flextrain.strategies.mesh.context.scores import PLAIN, Scores
+from flextrain.strategies.mesh.context.scores import USUAL, Scores
 
 COUNT = 2
 
@@ -71,7 +71,7 @@ def in_a_ring(
     gradient: Tensor,
     mask: Mask,
     scale: float | None = None,
-    scores: Scores = PLAIN,
+    scores: Scores = USUAL,
 ) -> list[Tensor]:
     """Return the output and the gradients of queries, keys, values, and sinks if there are any, by two pretended processes."""
     length = query.shape[2]
@@ -104,7 +104,7 @@ def on_one_device(
     gradient: Tensor,
     mask: Mask,
     scale: float | None = None,
-    scores: Scores = PLAIN,
+    scores: Scores = USUAL,
 ) -> list[Tensor]:
     """Return the same by torch in float64, with a mask of all pairs; queries that attend to none give zeros."""
     length = query.shape[2]

@@ -331,7 +331,9 @@ def test_messages_are_on_their_way_while_kernels_compute(monkeypatch: pytest.Mon
     ring = Logged(None, 2, [0, 1, 2])
     for way in ("forward", "backward"):
         own = getattr(attending._Blocks, way)
-        monkeypatch.setattr(attending._Blocks, way, lambda *a, own=own, **k: ring.events.append("kernel") or own(*a, **k))
+        monkeypatch.setattr(
+            attending._Blocks, way, lambda *a, own=own, **k: ring.events.append("kernel") or own(*a, **k)
+        )
     *inputs, gradient = tensors(10)
     out = ring_attention(
         *(one.requires_grad_() for one in inputs), Mask(FULL), None, SequenceShards(30, 3, False), ring

@@ -22,7 +22,7 @@ from ....core.base.errors import StrategyError
 from ....core.torch_compat.attention_private import AttentionKernel, attention_kernel, takes_groups
 from .batches import SequenceShards
 from .masks import CAUSAL, AttentionBlock, BatchMasks, Mask
-from .scores import PLAIN, Scores, accumulated, attention_with_dropout, block_by_hand, block_by_hand_backward
+from .scores import USUAL, Scores, accumulated, attention_with_dropout, block_by_hand, block_by_hand_backward
 
 # Ring attention: keys and values go round the processes, and in backward their gradients with them.
 
@@ -66,7 +66,7 @@ class Ring:
 
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None, shards: SequenceShards, ring: Ring,
-    scores: Scores = PLAIN,
+    scores: Scores = USUAL,
 ) -> Tensor:  # fmt: skip
     """Return the attention of this process's queries to the keys of all processes.
 
@@ -116,7 +116,7 @@ class _Blocks:
     shards: SequenceShards
     ring: Ring
     kernel: AttentionKernel | None
-    scores: Scores = PLAIN
+    scores: Scores = USUAL
 
     def of_step(self, step: int, device: torch.device) -> Iterator[AttentionBlock]:
         """The blocks with the keys of the process ``step`` before."""
@@ -293,7 +293,7 @@ def ulysses_attention(
     shards: SequenceShards,
     group: Any,
     dropout: float = 0.0,
-    scores: Scores = PLAIN,
+    scores: Scores = USUAL,
 ) -> Tensor:
     """Return the attention of this process's queries to the keys of all processes, by torch's own kernels.
 
@@ -322,16 +322,16 @@ def ulysses_attention(
 
 
 def _whole_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None, dropout: float, scores: Scores = PLAIN
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None, dropout: float, scores: Scores = USUAL
 ) -> Tensor:
     """Attention of all positions of a sequence, which this process has."""
     length, allowed = query.shape[2], None
     causal = mask.by_rule and mask.rule == CAUSAL
-    if dropout and (mask.alone is not None or not scores.are_plain):
+    if dropout and (mask.alone is not None or not scores.are_usual):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return attention_with_dropout(query, key, value, mask.dense(length, query.device), scale, scores, dropout)
     if (
-        not scores.are_plain
+        not scores.are_usual
         or mask.alone is not None
         or (
             not mask.by_rule
@@ -423,7 +423,7 @@ class SequenceAttention:
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None, dropout: float, source: str,
-        scores: Scores = PLAIN,
+        scores: Scores = USUAL,
     ) -> Tensor:  # fmt: skip
         """Return attention as ``scaled_dot_product_attention`` has it, (samples, heads, positions, width).
 

@@ -37,7 +37,7 @@ class Scores:
         return self.softcap is None and self.slopes is None
 
     @property
-    def are_plain(self) -> bool:
+    def are_usual(self) -> bool:
         """Whether there is nothing that kernels do not compute."""
         return self.are_products and self.sinks is None
 
@@ -105,7 +105,7 @@ class Scores:
         return -(shares * product).sum((0, 2)).to(self.sinks.dtype)
 
 
-PLAIN = Scores()
+USUAL = Scores()
 
 
 def accumulated(tensor: Tensor) -> torch.dtype:
@@ -119,7 +119,7 @@ def grouped(tensor: Tensor, heads: int) -> Tensor:
 
 
 def block_by_hand(
-    query: Tensor, key: Tensor, value: Tensor, block: AttentionBlock, scale: float, scores: Scores = PLAIN,
+    query: Tensor, key: Tensor, value: Tensor, block: AttentionBlock, scale: float, scores: Scores = USUAL,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output of a block and the logarithms of its sums, without sinks."""
@@ -132,7 +132,7 @@ def block_by_hand(
 
 def block_by_hand_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, block: AttentionBlock, scale: float,
-    scores: Scores = PLAIN, positions: Tensor | None = None,
+    scores: Scores = USUAL, positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of queries, keys and values; queries that share a head of keys add up.
 

@@ -24,7 +24,7 @@ from ....core.torch_compat.torch_private import Both, repeating_in, with_values
 from ..axis import replace_forward
 from .attention import SequenceAttention
 from .masks import CAUSAL, FULL, BatchMasks, Mask, Rule
-from .scores import PLAIN, Scores
+from .scores import USUAL, Scores
 
 NAME = "flextrain_context"
 """The name of this attention in transformers' registries."""
@@ -269,7 +269,7 @@ def _attend(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    scores: Scores = PLAIN,
+    scores: Scores = USUAL,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers' interface has it, with soft caps and sinks; gives (samples, positions, heads, width).
