@@ -126,8 +126,8 @@ def _role(name: str, parameter: Tensor, holder: nn.Module, is_head: bool) -> Rol
 
 
 def _matching(
-    rules: Sequence[str], named: Mapping[str, Tensor], where: str, *, whole_modules: bool = False
-) -> Iterator[tuple[str, list[tuple[str, Tensor]]]]:
+    rules: Sequence[str], named: Mapping[str, nn.Parameter], where: str, *, whole_modules: bool = False
+) -> Iterator[tuple[str, list[tuple[str, nn.Parameter]]]]:
     """Yield each rule with the parameters that it names, also by their module; of a module only what has two dimensions."""
     for rule in rules:
         own = [

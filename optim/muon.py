@@ -97,7 +97,9 @@ class Muon(Optimizer):
             ns_coefficients=tuple(ns_coefficients), adjust_lr_fn=adjust_lr_fn, ns_dtype=ns_dtype,
         )  # fmt: skip
         _check(defaults, bucket_mb, where)
-        self.given = dict(others=others, matrices=matrices, leave=leave, parts=parts, bucket_mb=bucket_mb, where=where)
+        self.given: dict[str, Any] = dict(
+            others=others, matrices=matrices, leave=leave, parts=parts, bucket_mb=bucket_mb, where=where
+        )
         given = list(params)
         groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
         own = [dict(group) for group in groups if not group.get(OF_OTHERS)]
@@ -134,7 +136,7 @@ class Muon(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Also the other optimizer, for copies; what is planned with process groups is left out."""
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        state: dict[str, Any] = super().__getstate__()
         return {**state, "others": self.others, "given": self.given}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -144,7 +146,7 @@ class Muon(Optimizer):
         self._join()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; a collective of the processes that hold shards."""
         loss = None
         if closure is not None:

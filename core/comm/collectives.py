@@ -370,7 +370,7 @@ def start_exchange(
         sent_sizes, received_sizes: numbers of elements by rank.
     """
     received = sent.new_empty(sum(received_sizes))
-    work = dist.all_to_all_single(
+    work: Any = dist.all_to_all_single(
         as_sent(received), as_sent(sent), received_sizes, sent_sizes, group=group, async_op=True
     )
 

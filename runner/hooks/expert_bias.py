@@ -187,7 +187,8 @@ class ExpertBiasHook(Hook):
         choice: Callable[[Any], Tensor] | None = None,
         mask: str | None = "attention_mask",
     ) -> None:
-        if isinstance(update_speed, bool) or not isinstance(update_speed, (int, float)) or not 0 <= update_speed < 1:
+        speed: Any = update_speed
+        if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 0 <= speed < 1:
             raise ConfigError(
                 f"ExpertBiasHook.update_speed: {update_speed!r} is not allowed, give a number from 0 to below 1"
             )
@@ -300,14 +301,14 @@ class ExpertBiasHook(Hook):
 
     # What the model does while an update is under way
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note_mask(self, names: Sequence[str], module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if self._run is None or in_backward():
             return
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        self._counted = given.get(self.mask)  # type: ignore[call-overload]
+        self._counted = None if self.mask is None else given.get(self.mask)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _count(self, row: int, module: nn.Module, args: Any, output: Any) -> None:
         run = self._run
         if run is None or in_backward() or run.stepper.is_filler(run.stepper.micro_batch):

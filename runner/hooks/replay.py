@@ -59,10 +59,11 @@ class ReplayHook(Hook):
             given: object = number  # a configuration may have anything
             if not isinstance(given, int) or isinstance(given, bool) or given < 1:
                 raise ConfigError(f"ReplayHook.{name}: {number!r} is not allowed, give an integer of 1 or more")
-        for name, value, allowed in (
+        chosen: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
             ("on_mismatch", on_mismatch, _REACTIONS),
             ("nonrepeating", nonrepeating, ("tolerate", "refuse")),
-        ):
+        )
+        for name, value, allowed in chosen:
             if value not in allowed:
                 choices = one_of([f'"{one}"' for one in allowed])
                 hint = suggest(value, allowed) if isinstance(value, str) else ""

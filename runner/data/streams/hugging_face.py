@@ -43,7 +43,7 @@ def why_read_again(dataset: Any) -> str | None:
     if not is_of_hugging_face(dataset):
         return None
     if not _advances():
-        import datasets
+        import datasets  # type: ignore[import-untyped]
 
         return f"datasets {datasets.__version__} begins anew when it goes on for the second time; update it"
     for part in _parts(dataset._ex_iterable):

@@ -134,9 +134,10 @@ class _Blocks:
         return self.shards.cut(self.scores.positions, -1, source)[:, slice(*block.columns)]
 
     def forward(
-        self, block: AttentionBlock, query: Tensor, key: Tensor, value: Tensor, source: int
+        self, block: AttentionBlock, inputs: Sequence[Tensor], source: int
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Return the output of a block, the logarithms of the sums of its exponentials, and random numbers."""
+        query, key, value = inputs
         given = block.of_rows(query), block.of_columns(key), block.of_columns(value)
         if self.kernel is not None and block.allowed is True:
             return self.kernel.forward(*given, block.is_causal, self.scale)
@@ -172,7 +173,7 @@ class _RingAttention(torch.autograd.Function):
             for step in range(count):
                 wait = blocks.ring.send_on(travelling) if step < count - 1 else None
                 for block in blocks.of_step(step, query.device):
-                    out, sums, drawn = blocks.forward(block, query, *travelling, source=blocks.source(step))
+                    out, sums, drawn = blocks.forward(block, (query, *travelling), blocks.source(step))
                     combined.add(block, out, sums)
                     random = random or drawn
                 if wait is not None:
@@ -467,10 +468,10 @@ class SequenceAttention:
         if self.is_apart:
             of_heads = query.shape[1] // key.shape[1]
             key, value = (tensor.repeat_interleave(of_heads, 1) for tensor in (key, value))
-            others = query.sum(-1, keepdim=True) + key.sum(-1, keepdim=True)
+            used = query.sum(-1, keepdim=True) + key.sum(-1, keepdim=True)
             if scores.sinks is not None:
-                others = others + scores.sinks[:, None, None]
-            return value + 0.0 * others
+                used = used + scores.sinks[:, None, None]
+            return value + 0.0 * used
         shards = self.shards(own * self.count)
         if self.kind == "ulysses":
             if query.shape[1] % self.count:
