@@ -92,7 +92,7 @@ _DEEPSPEED_OPTIMIZERS = (
 )
 _REGISTERING: dict[str, dict[str, tuple[str, ...]]] = {
     "model": {"core.model.base_model": ()},
-    "optimizer": {"optim": (), "strategies.deepspeed": _DEEPSPEED_OPTIMIZERS},
+    "optimizer": {"optim": (), "optim.muon": ("Muon",), "strategies.deepspeed": _DEEPSPEED_OPTIMIZERS},
     "optimizer wrapper": {"optim": (), "strategies": (), "strategies.deepspeed": ("DeepSpeedOptimWrapper",)},
     "optimizer wrapper constructor": {"optim": ()},
     "parameter scheduler": {"optim.schedulers": ()},
@@ -102,7 +102,14 @@ _REGISTERING: dict[str, dict[str, tuple[str, ...]]] = {
     "sampler": {"runner.data.samplers": ()},
     "metric": {f"runner.metrics.{name}": () for name in ("torchmetrics", "dump_results", "perplexity")},
     "evaluator": {"runner.metrics.evaluator": ()},
-    "hook": {"runner.hooks": (), "token_rate": (), "plan.planned_memory": ("plan",)},
+    "hook": {
+        "runner.hooks": (),
+        "runner.hooks.expert_bias": ("ExpertBiasHook",),
+        "runner.hooks.loss_spike": ("LossSpikeHook",),
+        "runner.hooks.silent_corruption": ("ReplayHook",),
+        "token_rate": (),
+        "plan.planned_memory": ("plan",),
+    },
     "loop": {"runner.loops.train": (), "runner.loops.evaluate": ()},
     "reporter": {"runner.reporting": ()},
     "transform": {

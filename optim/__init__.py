@@ -5,7 +5,6 @@ from __future__ import annotations
 from ..core.base.registry import OPTIMIZERS
 from .adapters import register_optimizers
 from .amp import AmpOptimWrapper, ApexOptimWrapper
-from .muon import Muon
 from .param_groups import DefaultOptimWrapperConstructor
 from .wrapper import OptimWrapper, StepInfo
 from .wrapper_dict import OptimWrapperDict, build_optim_wrapper
@@ -24,7 +23,6 @@ __all__ = [
     "AmpOptimWrapper",
     "ApexOptimWrapper",
     "DefaultOptimWrapperConstructor",
-    "Muon",
     "OptimWrapper",
     "OptimWrapperDict",
     "StepInfo",

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.base.errors import ConfigError, counted, listed, suggest
+from .adapters import OF_OTHERS
 
-OF_OTHERS = "of_others"
-"""Setting of a group of parameters that the other optimizer updates."""
 STRUCTURE = frozenset({OF_OTHERS, "stacked", "part_sizes", "part_dim"})
 """Settings of groups that follow from the model and the configuration; checkpoints do not have them."""
 
@@ -81,7 +80,7 @@ def find_roles(
             if parameter.ndim < 2:
                 raise ConfigError(f'{where}.matrices: "{rule}" names {name}, which is {_shape(parameter)}, no matrix')
             holder = model.get_submodule(name.rpartition(".")[0])
-            is_stack = parameter.ndim == 3 and not isinstance(holder, nn.modules.conv._ConvNd)
+            is_stack = parameter.ndim == 3 and not isinstance(holder, (nn.Conv1d, nn.ConvTranspose1d))
             found[id(parameter)] = Role(stacked=is_stack)
             chosen.add(id(parameter))
     for rule, own in _matching(leave, named, f"{where}.leave", whole_modules=True):

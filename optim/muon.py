@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from ..core.base.errors import ConfigError
 from ..core.base.registry import OPTIMIZERS
 from ..core.torch_compat.dtensor_private import laid_out_as, local_part, local_tensor
-from .matrices import OF_OTHERS, matrices_of
-from .owners import Chunk, Exchange, Matrix, exchanges, view
+from .adapters import OF_OTHERS
+from .matrices import matrices_of
+from .owners import Chunk, Matrix, OwnerExchange, exchanges, view
 
 AdjustLR = Literal["original", "match_rms_adamw", "spectral_unclamped"]
 _MEGABYTE = 2**20
@@ -32,7 +33,7 @@ class Muon(Optimizer):
     NS is some steps of a Newton-Schulz iteration that takes singular values near 1.
 
     Of a DTensor every process keeps its shard of W and B. Each matrix has an owner among the processes of the DTensor's mesh, which
-    gets U whole, in ``ns_dtype``, by one all-to-all and returns NS(U) by another; see ``Exchange``. Ordinary tensors are computed
+    gets U whole, in ``ns_dtype``, by one all-to-all and returns NS(U) by another; see ``OwnerExchange``. Ordinary tensors are computed
     where they are.
 
     The groups have torch's settings, and some that a configuration finds by the model: ``of_others`` for the groups of
@@ -71,6 +72,9 @@ class Muon(Optimizer):
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; Liu et al., "Muon is Scalable for LLM
     Training", 2025.
     """
+
+    updates_matrices = True
+    """What is no matrix is left to ``others``; a configuration finds the matrices by the model."""
 
     def __init__(
         self,
@@ -118,7 +122,7 @@ class Muon(Optimizer):
                 raise ConfigError(f'{where}.others: missing, give others=dict(type="AdamW", lr=...)')
             self.others = OPTIMIZERS.build(others, f"{where}.others", params=theirs)
             self.param_groups += self.others.param_groups
-        self._exchanges: list[Exchange] = []
+        self._exchanges: list[OwnerExchange] = []
         self._planned: list[int] = []
         self._join()
 
@@ -167,7 +171,7 @@ class Muon(Optimizer):
     def _matrices(self) -> list[tuple[dict[str, Any], Tensor]]:
         return [(group, p) for group in self.param_groups if not group.get(OF_OTHERS) for p in group["params"]]
 
-    def _planned_exchanges(self) -> list[Exchange]:
+    def _planned_exchanges(self) -> list[OwnerExchange]:
         own = self._matrices()
         if (planned := [id(parameter) for _, parameter in own]) != self._planned:
             dtypes = {id(p): getattr(torch, group["ns_dtype"]) for group, p in own}

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..core.checkpoint.chunks import begins, cuts_of, own_spans
-from ..core.comm.collectives import get_rank, group_among, start_exchange
+from ..core.comm.collectives import alone, group_among, index_among, start_exchange
 from ..core.torch_compat.torch_private import with_values
 
 Spans = tuple[tuple[int, int], ...]
@@ -117,7 +117,7 @@ class _Holders:
         shape = tuple(parameter.shape)
         if not isinstance(parameter, DTensor):
             whole = tuple((0, size) for size in shape)
-            self.ranks, self.replicas = (get_rank(),), [()]
+            self.ranks, self.replicas = alone(), [()]
             self.held = [[_Held(whole, whole)]]
             return
         mesh, cuts = parameter.device_mesh, cuts_of(parameter.placements)
@@ -181,7 +181,7 @@ Take = Callable[[Matrix, Chunk, Tensor], None]
 """Uses what of a result belongs to a chunk that this process has."""
 
 
-class Exchange:
+class OwnerExchange:
     """Brings matrices to their owners, and what these compute back.
 
     The memory that this takes on a process is about ``bucket_bytes``, whatever the size of the model: matrices come in rounds, and
@@ -204,7 +204,7 @@ class Exchange:
             if layout not in layouts:
                 layouts[layout] = _Holders(matrix.parameter)
         self._ranks = next(iter(layouts.values())).ranks
-        self._own = self._ranks.index(get_rank())
+        self._own = index_among(self._ranks)
         self._group = _group(matrices[0].parameter, self._ranks)
         self._device = device_of(matrices[0].parameter)
         self._wanted: list[Matrix] = []
@@ -386,12 +386,12 @@ def device_of(parameter: Tensor) -> torch.device:
 
 def exchanges(
     matrices: Iterable[Matrix], dtype_of: Callable[[Matrix], torch.dtype], bucket_bytes: int, given: int = 1
-) -> list[Exchange]:
+) -> list[OwnerExchange]:
     """Return an exchange for the matrices of each dtype that the same processes hold; a collective of the holders.
 
     Args:
         dtype_of: returns the dtype in which a matrix is sent.
-        bucket_bytes, given: as in ``Exchange``.
+        bucket_bytes, given: as in ``OwnerExchange``.
     """
     found: dict[Any, list[Matrix]] = {}
     for matrix in matrices:
@@ -400,4 +400,4 @@ def exchanges(
             ranks = None if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
         key = ranks, dtype_of(matrix), device_of(matrix.parameter)
         found.setdefault(key, []).append(matrix)
-    return [Exchange(own, dtype, bucket_bytes, given) for (_, dtype, _), own in found.items()]
+    return [OwnerExchange(own, dtype, bucket_bytes, given) for (_, dtype, _), own in found.items()]

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,10 @@ from ..core.base.overriding import refuse_misspelled, refuse_unused
 from ..core.base.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 from ..core.device.precision import acts_as_norm
 from ..core.torch_compat.torch_private import has_values
-from .adapters import has_own_adapter
-from .matrices import OF_OTHERS, Role, check_roles, find_roles
-from .muon import Muon
+from .adapters import OF_OTHERS, has_own_adapter, updates_matrices
+
+if TYPE_CHECKING:
+    from .matrices import Role
 
 # Parameter groups of a constructor: merged where they are equal, and held against the model's parameters.
 
@@ -432,7 +433,7 @@ def check_optimizer(
         raise ConfigError(f"{where}.optimizer: {optimizer!r} is not allowed, give dict(type=...) or an optimizer")
     _check_kind(kind, optimizer, f"{where}.optimizer")
     cfg = {**(wrapper_cfg or {}), "optimizer": optimizer}
-    if isinstance(optimizer, (Mapping, str)) and inspect.isclass(kind) and issubclass(kind, Muon):
+    if isinstance(optimizer, (Mapping, str)) and inspect.isclass(kind) and updates_matrices(kind):
         given = {"type": optimizer} if isinstance(optimizer, str) else optimizer
         return _recipe_with_others(given, kind, cfg, paramwise_cfg, constructor, where)
     return OptimizerRecipe(optimizer, _constructor(constructor, cfg, paramwise_cfg, where), where)
@@ -534,7 +535,7 @@ _NEVER_CALLED = {
 
 def _try(kind: Any, cfg: Mapping[str, Any] | str, where: str) -> None:
     """Construct torch's own optimizers, and Muon, for a dummy parameter, because only the constructor checks the ranges."""
-    if kind is not Muon and not getattr(kind, "__module__", "").startswith("torch.optim."):
+    if not updates_matrices(kind) and not getattr(kind, "__module__", "").startswith("torch.optim."):
         return  # other packages' constructors may look for a device or start a compiler
     try:
         OPTIMIZERS.build(cfg, where, params=[nn.Parameter(torch.zeros(1, 1))])
@@ -552,7 +553,7 @@ def _needs_closure(kind: Any) -> bool:
     return closure is not None and closure.default is closure.empty
 
 
-Roles = Mapping[str, Role]
+Roles = Mapping[str, "Role"]
 """By name, what an optimizer of matrices does with each parameter."""
 
 
@@ -569,6 +570,8 @@ def roles_of(recipe: OptimizerRecipe, model: nn.Module) -> Roles | None:
     if recipe.rules is None:
         return None
     where = f"{recipe.where}.optimizer"
+    from .matrices import check_roles, find_roles  # which most scripts do without
+
     roles = find_roles(model, where, **recipe.rules)
     others = recipe.others
     name = None if others is None else OPTIMIZERS.resolve(_type(others.optimizer)).__name__
@@ -700,8 +703,10 @@ def make_for(recipe: OptimizerRecipe, groups: list[dict[str, Any]], more: Mappin
         groups: the parameter groups.
         more: arguments that a configuration has not.
     """
-    if isinstance(built := recipe.optimizer, Muon):
-        return built.another(groups)
+    built = recipe.optimizer
+    if isinstance(built, Optimizer) and updates_matrices(type(built)):
+        another: Optimizer = cast(Any, built).another(groups)
+        return another
     if isinstance(built, Optimizer):
         known = inspect.signature(type(built)).parameters
         return type(built)(groups, **{key: value for key, value in built.defaults.items() if key in known})

@@ -258,7 +258,7 @@ class OptimWrapper:
         if not resumed and self.adapter.steps_in_parts:
             raise StrategyError(
                 f'{self.where}.optimizer: {kind} keeps values outside of its "state" and "param_groups", which are lost where owners '
-                "step sharded parameters; keep them in the state, or choose DDPStrategy"
+                "step sharded parameters; keep them in the state, or choose data parallelism without sharding"
             )
         if not resumed:
             _logger.warning(

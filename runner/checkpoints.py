@@ -16,8 +16,7 @@ from .config import check_loading
 from .options import Resume
 from .parts import Parts
 from .resume import run_state
-from .resume.choose_checkpoint import check_resumable, find_source, find_start
-from .resume.going_back import GoBack, go_back
+from .resume.choose_checkpoint import GoBack, check_resumable, find_source, find_start
 from .resume.saver import Saver, check_can_be_saved, export_model
 from .resume.weights import frozen_advice, leaves_out
 
@@ -87,6 +86,8 @@ class Checkpoints:
                 loop.run()
                 return
             except GoBack as back:
+                from .resume.going_back import go_back  # few runs do
+
                 self._run.call_hook("on_exception", exception=back)
                 go_back(self._run, back, partial(self.resume, back.path, Resume()))
 

@@ -58,6 +58,16 @@ def get_rank() -> int:
     return dist.get_rank() if is_initialized() else 0
 
 
+def index_among(ranks: Sequence[int]) -> int:
+    """The index of this process in ``ranks``, which must have its rank."""
+    return ranks.index(get_rank())
+
+
+def alone() -> tuple[int]:
+    """The ranks of a group that has this process only."""
+    return (get_rank(),)
+
+
 def rank_in(group: Any) -> int:
     """The rank of this process in ``group``, of which it must be a member."""
     return dist.get_group_rank(group, dist.get_rank())

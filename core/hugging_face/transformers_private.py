@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.errors import ConfigError
 from ..base.initializers import ALL
+from ..torch_compat.torch_private import calls_before_forward
 
 OLDEST = "5.0.0"
 
@@ -199,7 +200,7 @@ def keep_documents_apart(model: nn.Module) -> None:
     those before it. Their configurations ask for a cache by default. Generation gives its own.
     """
     for module in model.modules():  # those inside of others too, which may be called by themselves
-        if not is_model_class(type(module)) or _without_cache in module._forward_pre_hooks.values():
+        if not is_model_class(type(module)) or calls_before_forward(module, _without_cache):
             continue
         if "use_cache" in inspect.signature(module.forward).parameters:
             module.register_forward_pre_hook(_without_cache, with_kwargs=True)

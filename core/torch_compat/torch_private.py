@@ -335,6 +335,11 @@ def has_loading_hooks(module: nn.Module) -> bool:
     return bool(module._load_state_dict_pre_hooks)
 
 
+def calls_before_forward(module: nn.Module, hook: Callable[..., Any]) -> bool:
+    """Whether a module has a forward pre-hook. 2.6, 2.15."""
+    return hook in module._forward_pre_hooks.values()
+
+
 class DeviceFollower(nn.Module):
     """A module without parameters that knows its device, because every ``.to()`` moves a probe tensor. 2.6, 2.15.
 

@@ -7,13 +7,10 @@ from typing import Any
 from .checkpoint import CheckpointHook
 from .early_stopping import EarlyStoppingHook, PruningHook
 from .ema import EMAHook, TeacherHook
-from .expert_bias import ExpertBiasHook
 from .hook import POINTS, Hook, HookDispatcher, Priority, get_priority
 from .logger import LoggerHook
-from .loss_spike import LossSpikeHook
 from .nonfinite import NonFiniteHook
 from .profiler import ProfilerHook
-from .replay import ReplayHook
 from .runtime_info import IterTimerHook, RuntimeInfoHook
 from .small_hooks import (
     CheckReplicasHook,
@@ -44,19 +41,16 @@ __all__ = [
     "EMAHook",
     "EarlyStoppingHook",
     "EmptyCacheHook",
-    "ExpertBiasHook",
     "Hook",
     "HookDispatcher",
     "IterTimerHook",
     "LoggerHook",
-    "LossSpikeHook",
     "NonFiniteHook",
     "ParamSchedulerHook",
     "PrepareTTAHook",
     "Priority",
     "ProfilerHook",
     "PruningHook",
-    "ReplayHook",
     "RuntimeInfoHook",
     "SyncBuffersHook",
     "TeacherHook",

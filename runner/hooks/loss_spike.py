@@ -15,7 +15,8 @@ from ...core.checkpoint import as_path
 from ...core.comm.agreement import told_by_rank_0
 from ...core.comm.collectives import broadcast_object
 from ..reporting.message_hub import AVERAGED
-from ..resume.going_back import GoBack, newest_until
+from ..resume.choose_checkpoint import GoBack
+from ..resume.going_back import newest_until
 from .checkpoint import CheckpointHook
 from .hook import Hook
 from .logger import LoggerHook

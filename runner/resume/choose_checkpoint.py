@@ -249,3 +249,19 @@ def _latest_or_newest(run: Run) -> Path | None:
         reason = f"{folder / LATEST}: is missing" if wrong is None else str(wrong).removesuffix(ANOTHER_NAME)
         run.logger.warning(f"{reason}; {instead.name} is resumed, the newest complete checkpoint there")
     return instead
+
+
+class GoBack(BaseException):
+    """Leaves a training that goes on from an earlier checkpoint. A hook raises it after an update, on every process.
+
+    Hooks get it in ``on_exception``, and then ``before_train`` again. What was trained on since the checkpoint is left out from then
+    on, also in runs that are resumed, and later checkpoints are deleted: ``resume=True`` would go on with one of them.
+
+    Args:
+        path: the checkpoint, saved by this run with all that resuming needs.
+        why: for the log.
+    """
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{why}; back to {path.name}")
+        self.path, self.why = path, why

@@ -11,26 +11,10 @@ from ...core.checkpoint import Checkpoint, as_path, complete_ones, iteration_of,
 from ...core.checkpoint.directory import mark_latest
 from ...core.comm.agreement import told_by_rank_0
 from ...strategies.parts import meet
-from .choose_checkpoint import RESUMED
+from .choose_checkpoint import RESUMED, GoBack
 
 if TYPE_CHECKING:
     from ..run import Run
-
-
-class GoBack(BaseException):
-    """Leaves a training that goes on from an earlier checkpoint. A hook raises it after an update, on every process.
-
-    Hooks get it in ``on_exception``, and then ``before_train`` again. What was trained on since the checkpoint is left out from then
-    on, also in runs that are resumed, and later checkpoints are deleted: ``resume=True`` would go on with one of them.
-
-    Args:
-        path: the checkpoint, saved by this run with all that resuming needs.
-        why: for the log.
-    """
-
-    def __init__(self, path: Path, why: str) -> None:
-        super().__init__(f"{why}; back to {path.name}")
-        self.path, self.why = path, why
 
 
 def newest_until(run: Run, iteration: int) -> Path | None:

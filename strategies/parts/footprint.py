@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...optim.matrices import OF_OTHERS
-from ...optim.muon import Muon
+from ...optim.adapters import OF_OTHERS, updates_matrices
 from ..base import Strategy
 
 Sizes = tuple[tuple[int, ...], torch.dtype]
@@ -107,10 +106,11 @@ def state_of_shapes(
     known: dict[tuple[Sizes, int], int] = {}
     total = 0
     for shape, dtype, group in shaped:
-        if isinstance(optimizer, Muon) and not group.get(OF_OTHERS):
+        has_others = updates_matrices(type(optimizer))
+        if has_others and not group.get(OF_OTHERS):
             total += math.prod(shape) * dtype.itemsize  # the momentum
             continue
-        own = optimizer.others if isinstance(optimizer, Muon) else optimizer
+        own: Optimizer | None = optimizer.others if has_others else optimizer  # type: ignore[attr-defined]
         if own is None or not type(own).__module__.startswith("torch.optim"):
             return None
         key = ((shape, dtype), id(group))

@@ -202,7 +202,6 @@ MODELS: list[ModelRow] = [
     (dict(pp=2, tp=2, plan=PLAN, pp_schedule="zbv"), lambda: Plain(layers=4), 'strategy.pp_schedule: "zbv" computes gradients of weights apart, which torch cannot with strategy.tp'),
     (dict(pp=2, wrap=["ModuleList"]), Plain, "strategy.wrap: accepts a ModuleList"),
     # Optimizers of whole matrices
-    (dict(tp=2, plan=PLAN, optimizer="Muon"), Plain, "optim_wrapper.optimizer.others: missing, Muon updates matrices and embed.weight is an embedding"),
     (dict(tp=2, plan=PLAN, optimizer="Adafactor"), Plain, "optim_wrapper.optimizer: Adafactor "),
 ]  # fmt: skip
 

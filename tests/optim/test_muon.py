@@ -157,7 +157,9 @@ def test_parts_and_experts_are_orthogonalised_apart() -> None:
         for part in moved.flatten(0, -2).chunk(parts):
             factor = max(1, part.shape[0] / part.shape[1]) ** 0.5
             values = torch.linalg.svdvals(part / factor)
-            assert values.median() > 0.5  # the smallest are near zero, since a layer norm takes the mean of the inputs
+            assert (
+                values[:3].min() > 0.5
+            )  # the smallest are near zero: a layer norm takes the mean of the inputs, and tokens are few
             assert values.max() < 1.4
     whole = Net()
     whole.load_state_dict(before.state_dict())

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flextrain.runner.hooks import ExpertBiasHook, Hook
+from flextrain.runner.hooks import Hook
+from flextrain.runner.hooks.expert_bias import ExpertBiasHook
 
 from ..mesh.models import Experts, Plain, PlainBlock, sample
 from ..mesh.parity import dtype_of

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from flextrain import BaseModel, ConfigError, CorruptionError, OptimWrapper, StrategyError
 from flextrain.core.base.events import read_events
-from flextrain.runner.hooks import Hook, ReplayHook
+from flextrain.runner.hooks import Hook
+from flextrain.runner.hooks.silent_corruption import ReplayHook
 from flextrain.testing import WorkerGroup
 
 from .test_replicas import flip

@@ -11,7 +11,7 @@ from ...core.base.errors import ConfigError, CorruptionError, StrategyError, cou
 from ...core.base.events import append_event, job
 from ...core.base.registry import HOOKS
 from ...strategies.parts import cannot_repeat
-from ..replay import Finding, Replay, RunWindow, words
+from ..repeated_windows import Mismatch, Replay, RunWindow, words
 from .hook import Hook
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class ReplayHook(Hook):
     """Runs forward and backward of an update twice now and then, and compares every bit, on every process, before the update.
 
     A device that computes wrongly, or whose memory does, is found although no other process holds what it holds: under full
-    sharding, tensor and pipeline parallelism too. ``Replay`` of runner/replay.py says what is put back and compared. Training is bit
+    sharding, tensor and pipeline parallelism too. ``Replay`` of runner/repeated_windows.py says what is put back and compared. Training is bit
     for bit that without the hook. A replay takes as long as another forward and backward; the host waits for the device twice.
 
     In the second update after every start, replays go on until it is known what repeats bit by bit on this machine; a fault in
@@ -133,7 +133,7 @@ class ReplayHook(Hook):
             replay.forget()
             run.stepper.run_windows_by(None)
 
-    def _react(self, run: Run, replay: Replay, finding: Finding) -> None:
+    def _react(self, run: Run, replay: Replay, finding: Mismatch) -> None:
         """Leave out the update, or raise; the same on every process, which all know the same finding."""
         replay.restore()
         iteration, again = run.iter + 1, self._differed

@@ -66,7 +66,7 @@ def words(kind: int, name: str) -> str:
     return _SAID[kind].format(name or "the model")
 
 
-class Finding(NamedTuple):
+class Mismatch(NamedTuple):
     """What differed when a window was run again.
 
     Attributes:
@@ -259,8 +259,10 @@ def _of_attributes(held: dict[str, Any]) -> _Restore:
 
 
 def _of_optimizer(optimizer: Optimizer) -> Iterator[_Restore]:
-    plain = {key: value for key, value in vars(optimizer).items() if isinstance(value, (bool, int, float, type(None)))}
-    yield lambda: vars(optimizer).update(plain)
+    numbers = {
+        key: value for key, value in vars(optimizer).items() if isinstance(value, (bool, int, float, type(None)))
+    }
+    yield lambda: vars(optimizer).update(numbers)
     for group in optimizer.param_groups:
         yield _of_entries(group)
     state = optimizer.state
@@ -323,7 +325,7 @@ class Replay:
     def __init__(self, stepper: Stepper, trials: int) -> None:
         self.bounds: dict[_What, float] = {}
         self.compared = Counter[str]()
-        self.finding: Finding | None = None
+        self.finding: Mismatch | None = None
         self.is_tried = False
         self._stepper, self._trials = stepper, trials
         self._written: set[str] | None = None
@@ -554,7 +556,7 @@ def _everyones(own: Any) -> list[Any]:
     return all_gather_object(own, side_group())
 
 
-def _agreed(wrong: Sequence[_Key], moved: Sequence[_Key], module: nn.Module) -> Finding | None:
+def _agreed(wrong: Sequence[_Key], moved: Sequence[_Key], module: nn.Module) -> Mismatch | None:
     """What differs, and on which ranks it began; the same on every process; a collective."""
     own: tuple[Any, ...] | None = None
     if wrong:
@@ -570,4 +572,4 @@ def _agreed(wrong: Sequence[_Key], moved: Sequence[_Key], module: nn.Module) -> 
     earliest = min(order for order, *_ in found.values())
     ranks = tuple(rank for rank, one in found.items() if one[0] == earliest)
     _, what, more, kind, stays = found[ranks[0]]
-    return Finding(ranks, what, more, kind in (_GRADIENT, _STATE) and len(found) > 1, stays)
+    return Mismatch(ranks, what, more, kind in (_GRADIENT, _STATE) and len(found) > 1, stays)
