@@ -520,21 +520,7 @@ def _lies_in(tensor: Tensor, extents: list[tuple[int, int]]) -> bool:
     return not tensor.numel() or any(begin <= tensor.data_ptr() < end for begin, end in extents)
 
 
-# Choose the adapter of an optimizer.
-
-
-def adapter_for(optimizer: Optimizer, where: str) -> OptimizerAdapter:
-    """Return the adapter of an optimizer; ``where`` is the configuration key of its wrapper."""
-    kind = type(optimizer)
-    if is_fused(kind):
-        return FusedAdapter(optimizer, where)
-    if is_deepspeed_adam(kind):
-        return DeepSpeedAdamAdapter(optimizer, where)
-    if not updates_matrices(kind) and not wants_whole(kind):
-        return OptimizerAdapter(optimizer, where)
-    from .owner_adapters import MuonAdapter, WholeAdapter  # which most scripts do without
-
-    return MuonAdapter(optimizer, where) if updates_matrices(kind) else WholeAdapter(optimizer, where)
+# What kind of optimizer a class is.
 
 
 def has_own_adapter(kind: type) -> bool:

@@ -22,7 +22,15 @@ from ..core.comm.collectives import all_reduce
 from ..core.device.precision import Precision
 from ..core.torch_compat.torch_private import has_values, with_values
 from . import gradients
-from .adapters import OptimizerAdapter, adapter_for
+from .adapters import (
+    DeepSpeedAdamAdapter,
+    FusedAdapter,
+    OptimizerAdapter,
+    is_deepspeed_adam,
+    is_fused,
+    updates_matrices,
+    wants_whole,
+)
 from .gradients import ModelGroup
 from .param_groups import Roles, check_optimizer, make_for, make_optimizer, roles_of
 from .trial import Samples, resumes, why_not_usable
@@ -504,3 +512,20 @@ class OptimWrapper:
     def __repr__(self) -> str:
         kind = type(self._optimizer).__name__ if self._optimizer is not None else "not built"
         return f"{type(self).__name__}({kind}, accumulate={self.accumulate})"
+
+
+# Choose the adapter of an optimizer.
+
+
+def adapter_for(optimizer: Optimizer, where: str) -> OptimizerAdapter:
+    """Return the adapter of an optimizer; ``where`` is the configuration key of its wrapper."""
+    kind = type(optimizer)
+    if is_fused(kind):
+        return FusedAdapter(optimizer, where)
+    if is_deepspeed_adam(kind):
+        return DeepSpeedAdamAdapter(optimizer, where)
+    if not updates_matrices(kind) and not wants_whole(kind):
+        return OptimizerAdapter(optimizer, where)
+    from .owner_adapters import MuonAdapter, WholeAdapter  # which most scripts do without
+
+    return MuonAdapter(optimizer, where) if updates_matrices(kind) else WholeAdapter(optimizer, where)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from flextrain.core.comm import collectives as dist
 from flextrain.core.torch_compat.dtensor_private import laid_out_as
-from flextrain.optim.adapters import adapter_for
+from flextrain.optim.wrapper import adapter_for
 from flextrain.testing import WorkerGroup
 
 pytestmark = pytest.mark.distributed

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from flextrain import OPTIMIZERS, ConfigError, OptimWrapper, StrategyError
-from flextrain.optim.adapters import EQUIVALENTS, NEAREST, FusedAdapter, adapter_for
+from flextrain.optim.adapters import EQUIVALENTS, NEAREST, FusedAdapter
+from flextrain.optim.wrapper import adapter_for
 from flextrain.strategies import SingleDeviceStrategy
 
 NAMES = sorted({**EQUIVALENTS, **NEAREST})

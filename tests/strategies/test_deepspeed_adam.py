@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flextrain.core.base.errors import CheckpointError
 from flextrain.optim import AmpOptimWrapper, OptimWrapper
-from flextrain.optim.adapters import adapter_for
+from flextrain.optim.wrapper import adapter_for
 from flextrain.strategies import DDPStrategy, DeepSpeedStrategy
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_tensors
