@@ -50,7 +50,7 @@ class Muon(Optimizer):
         lr: learning rate; it is multiplied by what ``adjust_lr_fn`` says.
         weight_decay: decoupled, as AdamW's.
         momentum: m, 0 to below 1.
-        nesterov: see above.
+        nesterov: whether the step looks ahead, U above.
         ns_coefficients: of the polynomial a X + b (X X^T) X + c (X X^T)^2 X.
         eps: the smallest norm that U is divided by.
         ns_steps: 1 to 99.

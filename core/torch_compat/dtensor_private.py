@@ -355,7 +355,10 @@ def reset_after_error(root: nn.Module) -> bool:
     for parameter in (
         one for each in state._state_ctx.all_states for group in _groups_of(each) for one in group.fsdp_params
     ):
-        parameter.unsharded_accumulated_grad = None
+        if "unsharded_accumulated_grad" in vars(
+            parameter
+        ):  # from torch 2.15 on it is the gathered parameter's gradient
+            parameter.unsharded_accumulated_grad = None
         if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
             gathered.grad = None
     if hasattr(module, "reset_iter_state"):

@@ -37,7 +37,7 @@ DOCUMENTS = (5, 11, 3, 9, 4, 16, 7, 9)
 """Their lengths, in four sequences; some have a part on either side of each cut."""
 EACH = VOCABULARY // len(DOCUMENTS)
 """Tokens of each document, which no other one has."""
-LABELLED = (5, 11, 3, 7, 1, 2, 2, 1)
+LABELLED = (5, 11, 3, 6, 1, 2, 2, 1)
 """How many of its last tokens have labels: most are in the first two sequences."""
 
 
