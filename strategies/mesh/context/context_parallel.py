@@ -77,8 +77,13 @@ def check_of_transformers(model: Any, config: Any, kind: str) -> None:
             f"strategy.cp: {config.cp} is not possible for {name}, an encoder and a decoder have two sequences; use dp_shard or tp "
             "instead"
         )
-    needs_positions = getattr(settings, "model_type", None) != "bloom"
-    if needs_positions and "position_ids" not in inspect.signature(model.forward).parameters:
+    counts_itself = getattr(settings, "model_type", None) == "bloom"  # from its biases
+    if counts_itself and config.tp > 1:
+        raise ConfigError(
+            f"strategy.tp: {config.tp} is not possible for {name} beside cp={config.cp}, whose attention adds biases for whole "
+            "sequences to products of its own; use cp or tp alone"
+        )
+    if not counts_itself and "position_ids" not in inspect.signature(model.forward).parameters:
         raise ConfigError(
             f"strategy.cp: {config.cp} is not possible for {name}, whose forward has no position_ids and counts positions from 0; use "
             "dp_shard or tp instead"
