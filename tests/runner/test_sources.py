@@ -501,6 +501,6 @@ def test_workers_share_no_open_file(tmp_path: Path) -> None:
     """One that was forked off would move the position of its parent's."""
     write_jsonl(tmp_path / "a.jsonl", rows(0, 3))
     dataset = Opened(JsonlFiles(tmp_path))
-    here = dataset[0]
+    kept = dataset.source.opened(0)  # alive in the worker too, where another file could get its address otherwise
     (there,) = torch.utils.data.DataLoader(dataset, num_workers=1, batch_size=None, multiprocessing_context="fork")
-    assert there != here == dataset[0]
+    assert there != id(kept) == dataset[0]
