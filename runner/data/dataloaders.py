@@ -33,7 +33,7 @@ from .samplers import (
     use_shard,
     warn_of_passes,
 )
-from .streams.divided_streams import divided, keeping_passes, original
+from .streams.divided_streams import divided, divided_passes, original
 from .user_loaders import (
     adopt,
     divided_samplers,
@@ -152,7 +152,10 @@ def build_dataloader(
     kwargs |= checks.build_worker_init(kwargs.get("worker_init_fn"), facts, f"{where}.worker_init_fn")
     kwargs |= {"collate_fn": collate, "generator": torch.Generator()}
     if isinstance(dataset, IterableDataset):
-        dataset = divided(keeping_passes(dataset) if training else dataset, shard, asked, training, where, logger)
+        if training:
+            dataset = divided_passes(dataset, shard, asked, where, logger)
+        else:
+            dataset = divided(dataset, shard, asked, False, where, logger)
         return loader_of_stream(dataset, kwargs, training, where, logger)
     sampler = kwargs.pop("sampler", None)
     shuffle = kwargs.pop("shuffle", training)

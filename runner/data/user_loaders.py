@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from ...core.base.errors import ConfigError
 from ...core.torch_compat.torch_private import KEPT_ITERATOR, LOADER_ITERATOR, MAKE_ITERATOR
 from .samplers import DefaultSampler, DividedSampler, ShardedSampler, chain_of, dealt_by, divided_sampler
-from .streams.divided_streams import DividedStream, divided, original, undivided
+from .streams.divided_streams import DividedStream, KeptPasses, divided, original, undivided
 from .streams.hugging_face import why_read_again
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
@@ -234,7 +234,9 @@ def keeps_position(loader: Any) -> bool:
 def why_not_by_state(loader: Any) -> str | None:
     """Return why the state of a stream, or of a loader's, does not determine its next sample; None if nothing is known."""
     dataset = getattr(loader, "dataset", None)
-    return why_read_again(original(loader if dataset is None else dataset))
+    if isinstance(dataset, KeptPasses):
+        return why_read_again(original(dataset))
+    return why_read_again(original(loader if dataset is None else dataset), getattr(loader, "num_workers", 0))
 
 
 def length_of(data: Any) -> int | None:

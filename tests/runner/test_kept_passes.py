@@ -60,6 +60,13 @@ class Resetting(Ending):
         self.position = 0
 
 
+class Late(Ending):
+    """Its state is where it was restored only after the next sample, like that of Hugging Face's streams."""
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin, self.epoch = state["position"], state["epoch"]
+
+
 def data(source: Ending, shard: tuple[int, int], batch: int, **loader: Any) -> TrainData:
     given = dict(dataset=source, batch_size=batch, collate_fn=list, shard=True, **loader)
     return TrainData(built_loader(given, shard, True), 1, seed=0, shard=shard)
@@ -74,24 +81,28 @@ def read(own: TrainData, passes: int, epoch: int = 0, start: int = 0) -> Iterato
 
 
 def check_every_cut(make: Any, passes: int = 3) -> list[list[int]]:
-    """Return the batches of a whole run, which those of a run are that was saved and resumed, wherever that was."""
+    """Return the batches of a whole run, which those of a run are that was saved and resumed twice, wherever that was.
+
+    A batch comes between the two, so that not every worker has read one.
+    """
     whole = list(read(make(), passes))
     for cut in range(1, len(whole)):
-        first = make()
-        reading = read(first, passes)
-        found = list(islice(reading, cut))
-        saved = json.loads(json.dumps(first.loader_state()))
-        reading.close()
-        first.close()
-        second = make()
-        second.load_loader_state(saved, found[-1][1], begins=False)
-        found += read(second, passes, *found[-1][:2])
+        found: list[tuple[int, int, list[int]]] = []
+        saved = None
+        for more in (cut, 1, len(whole)):
+            own = make()
+            if saved is not None:
+                own.load_loader_state(saved, found[-1][1], begins=False)
+            reading = read(own, passes, *found[-1][:2]) if found else read(own, passes)
+            found += islice(reading, more)
+            saved = json.loads(json.dumps(own.loader_state()))
+            reading.close()
+            own.close()
         assert found == whole, f"saved after {cut} batches"
-        second.close()
     return [batch for _, _, batch in whole]
 
 
-@pytest.mark.parametrize("kind", [Ending, Resetting])
+@pytest.mark.parametrize("kind", [Ending, Resetting, Late])
 @pytest.mark.parametrize("batch", [2, 3, 4, 5, 7])
 @pytest.mark.parametrize("shard", [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)])
 def test_every_position_of_every_pass(kind: type[Ending], batch: int, shard: tuple[int, int]) -> None:
@@ -104,7 +115,7 @@ def test_every_position_of_every_pass(kind: type[Ending], batch: int, shard: tup
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", [Ending, Resetting])
+@pytest.mark.parametrize("kind", [Ending, Resetting, Late])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_workers_whose_shares_are_unequal(kind: type[Ending], keeps: bool) -> None:
     """A worker that has ended its pass does not begin anew within it; one that is kept is told the next epoch."""

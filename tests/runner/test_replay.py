@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,10 @@ def trained(folder: Path | str, replays: bool, **changes: Any) -> dict[str, Any]
     given = dict(
         model=Normalised, custom_hooks=[hook] if replays else [], train_cfg=dict(max_epochs=2), train_dataloader=data
     )
-    runner = make_runner(folder, **{**given, **changes})
+    given |= changes
+    if isinstance(given.get("optim_wrapper"), partial):
+        given["optim_wrapper"] = given["optim_wrapper"]()
+    runner = make_runner(folder, **given)
     runner.train()
     if replays:
         assert hook.replays > 1, hook.replays
@@ -164,7 +168,7 @@ RECIPES: dict[str, dict[str, Any]] = {
             generator=dict(optimizer=ADAM), discriminator=dict(optimizer=SGD, clip_grad=dict(max_norm=0.5))
         ),
     ),
-    "late updates": dict(optim_wrapper=lambda: Late(ADAM)),
+    "late updates": dict(optim_wrapper=partial(Late, ADAM)),  # built for each training
     "loss scale and its own updates": dict(
         model=Discriminates,
         optim_wrapper={
@@ -175,15 +179,9 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-def recipe(name: str) -> dict[str, Any]:
-    return {
-        key: value() if key == "optim_wrapper" and callable(value) else value for key, value in RECIPES[name].items()
-    }
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_training_is_bit_for_bit_that_without_replays(tmp_path: Path, name: str) -> None:
-    twice, once = (trained(tmp_path / str(replays), replays, **recipe(name)) for replays in (True, False))
+    twice, once = (trained(tmp_path / str(replays), replays, **RECIPES[name]) for replays in (True, False))
     assert not differences(twice, once)
 
 
@@ -206,10 +204,18 @@ def test_so_it_is_on_several_processes(workers2: WorkerGroup, tmp_path: Path, st
 
 @pytest.mark.distributed
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", [DDP, FSDP], ids=["ddp", "fsdp"])
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("recomputing", "weighted")])
-def test_recipes_on_several_processes(workers2: WorkerGroup, tmp_path: Path, strategy: Any, name: str) -> None:
-    given = recipe(name)
+@pytest.mark.parametrize(
+    "name, strategy",
+    [
+        pytest.param(name, strategy, id=f"{name}-{strategy['type']}")
+        for name, given in RECIPES.items()
+        for strategy in (DDP, FSDP)
+        # Under FSDP a step of the user's cannot write an average of weights, which are sharded there.
+        if name not in ("recomputing", "weighted") and not (strategy is FSDP and given.get("model") is Discriminates)
+    ],
+)
+def test_recipes_on_several_processes(workers2: WorkerGroup, tmp_path: Path, name: str, strategy: Any) -> None:
+    given = dict(train_cfg=dict(max_epochs=4)) | RECIPES[name]  # two processes have half as many updates
     for found in workers2.run(changed, str(tmp_path), strategy=strategy, **given):
         assert not found
 

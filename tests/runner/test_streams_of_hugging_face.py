@@ -17,6 +17,7 @@ from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_
 from flextrain import CheckpointError
 from flextrain.runner.data.streams import hugging_face
 from flextrain.runner.data.streams.hugging_face import why_read_again
+from flextrain.runner.data.user_loaders import why_not_by_state
 from flextrain.testing import WorkerGroup
 
 from ..hugging_face.test_datasets import train
@@ -136,6 +137,9 @@ def test_a_loader_of_the_user_s_is_not_believed_either(tmp_path: Path) -> None:
         return found
 
     assert trained("parts", [3, 5, 9]) == trained("whole", [9])
+    assert why_not_by_state(torchdata.StatefulDataLoader(STREAMS["rows"](), num_workers=1)) is None
+    of_two = torchdata.StatefulDataLoader(STREAMS["rows"](), num_workers=2)
+    assert "a worker that has not read since it was resumed" in why_not_by_state(of_two)
     gc.collect()  # the threads of a stream that was left in the middle end with its generator
 
 

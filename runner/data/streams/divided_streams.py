@@ -124,7 +124,8 @@ class KeptPasses(IterableDataset[Any]):
 
     Some streams begin anew from their state at the end of a pass, others end once more. Both go on rightly: a pass that had
     ended gives nothing after resuming, in a worker as well, and the next one begins anew. Of workers that are kept, each
-    is told the epoch.
+    is told the epoch. Some streams, Hugging Face's among them, tell where they were restored only after the next sample; a
+    worker may be asked before it has read one.
 
     Args:
         dataset: the stream.
@@ -133,7 +134,8 @@ class KeptPasses(IterableDataset[Any]):
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self._stage, self._told = "begin", -1
-        self._loaded: Any = _NONE
+        self._loaded: Any = _NONE  # until a pass begins
+        self._restored: Any = _NONE  # until the first sample
         # This tensor is shared with the workers.
         self._epoch = torch.full((), -1, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
@@ -143,6 +145,7 @@ class KeptPasses(IterableDataset[Any]):
         if loaded is not _NONE and not goes_on:
             if next(iter(self.dataset), _NONE) is not _NONE:
                 self.dataset.load_state_dict(loaded)
+            self._restored = _NONE
             if self._stage == "ended":
                 self._told = -1
                 return iter(())
@@ -157,9 +160,9 @@ class KeptPasses(IterableDataset[Any]):
 
     def _given(self) -> Iterator[Any]:
         for item in self.dataset:
-            self._stage = "within"
+            self._stage, self._restored = "within", _NONE
             yield item
-        self._stage = "ended"
+        self._stage, self._restored = "ended", _NONE
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset, and its copies in workers."""
@@ -169,12 +172,14 @@ class KeptPasses(IterableDataset[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the dataset's state, and how far the pass is."""
-        return {"state": self.dataset.state_dict(), "stage": self._stage}
+        state = self.dataset.state_dict() if self._restored is _NONE else self._restored
+        return {"state": state, "stage": self._stage}
 
     def load_state_dict(self, state: Any) -> None:
         """Restore the dataset's state; older checkpoints have that alone."""
         is_kept = isinstance(state, dict) and set(state) == {"state", "stage"}
         self._loaded, self._stage = (state["state"], state["stage"]) if is_kept else (state, "within")
+        self._restored = self._loaded
         self.dataset.load_state_dict(self._loaded)
 
     def __len__(self) -> int:
@@ -186,10 +191,16 @@ class KeptPasses(IterableDataset[Any]):
         return getattr(self.dataset, name)
 
 
-def keeping_passes(dataset: Any) -> Any:
-    """Return a stream, in KeptPasses if it has a state; one of Hugging Face's knows its epoch itself."""
+def divided_passes(dataset: Any, shard: tuple[int, int], asked: bool | None, where: str, logger: logging.Logger) -> Any:
+    """Return the part of a training stream that this process reads, which keeps its passes if the stream has a state."""
+    if is_of_hugging_face(dataset):
+        return _keeping_passes(divided(dataset, shard, asked, True, where, logger))
+    return divided(_keeping_passes(dataset), shard, asked, True, where, logger)
+
+
+def _keeping_passes(dataset: Any) -> Any:
     has_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
-    return KeptPasses(dataset) if has_state and not is_of_hugging_face(dataset) else dataset
+    return KeptPasses(dataset) if has_state else dataset
 
 
 def original(dataset: Any) -> Any:

@@ -38,14 +38,21 @@ def is_of_hugging_face(dataset: Any) -> bool:
     return kind is not None and isinstance(dataset, kind)
 
 
-def why_read_again(dataset: Any) -> str | None:
-    """Why the state of a stream of Hugging Face's does not lead to its next sample; None if it does, or for other streams."""
+def why_read_again(dataset: Any, workers: int = 0) -> str | None:
+    """Why the state of a stream of Hugging Face's does not lead to its next sample; None if it does, or for other streams.
+
+    Args:
+        dataset: the stream.
+        workers: of a loader that asks the stream itself where it is.
+    """
     if not is_of_hugging_face(dataset):
         return None
     if not _advances():
         import datasets  # type: ignore[import-untyped]
 
         return f"datasets {datasets.__version__} begins anew when it goes on for the second time; update it"
+    if workers > 1 and not _tells_before_reading():
+        return "in a worker that has not read since it was resumed its state is that of the beginning"
     for part in _parts(dataset._ex_iterable):
         name = type(part).__name__
         if name == _BUFFER:
@@ -68,14 +75,25 @@ def _parts(part: Any) -> Iterator[Any]:
 @functools.cache
 def _advances() -> bool:
     """Whether the state of a stream follows it after it was restored: https://github.com/huggingface/datasets/issues/8308."""
-    import datasets
-
-    def read_one(stream: Any) -> int:
-        return int(next(iter(stream))["number"])
-
-    stream: Any = datasets.Dataset.from_dict({"number": [0, 1, 2]}).to_iterable_dataset()
+    stream = _three_rows()
     for expected in range(3):
-        if read_one(stream) != expected:
+        if next(iter(stream))["number"] != expected:
             return False
         stream.load_state_dict(stream.state_dict())
     return True
+
+
+@functools.cache
+def _tells_before_reading() -> bool:
+    """Whether a stream that was restored tells its state at once."""
+    stream = _three_rows()
+    next(iter(stream))
+    state, other = stream.state_dict(), _three_rows()
+    other.load_state_dict(state)
+    return bool(other.state_dict() == state)
+
+
+def _three_rows() -> Any:
+    import datasets
+
+    return datasets.Dataset.from_dict({"number": [0, 1, 2]}).to_iterable_dataset()
