@@ -207,8 +207,14 @@ def keep_documents_apart(model: nn.Module) -> None:
 
 
 def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    given = ("use_cache", "past_key_values", "cache")
-    if kwargs.get("position_ids") is None or any(kwargs.get(key) is not None for key in given):
+    # Models call each other by keywords: the signature is read where a person gives positions by position.
+    given = (
+        kwargs
+        if len(args) < 2
+        else kwargs | dict(zip(inspect.signature(module.forward).parameters, args, strict=False))
+    )
+    caches = ("use_cache", "past_key_values", "cache")
+    if given.get("position_ids") is None or any(given.get(key) is not None for key in caches):
         return None
     return args, {**kwargs, "use_cache": False}
 

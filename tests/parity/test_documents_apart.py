@@ -18,6 +18,7 @@ from torch.nn import functional
 from flextrain import OptimWrapper
 from flextrain.core.base.registry import STRATEGIES
 from flextrain.core.comm import collectives as dist
+from flextrain.core.hugging_face.transformers_private import keep_documents_apart
 from flextrain.core.model.token_counts import count_tokens
 from flextrain.data import PackedTokens
 from flextrain.testing import WorkerGroup
@@ -157,6 +158,17 @@ def of_one_device(spec: Mapping[str, Any], name: str) -> None:
 @pytest.mark.distributed
 def test_documents_stay_apart_on_one_device(workers1: WorkerGroup) -> None:
     workers1.run(leaks, STRATEGY["one"])
+
+
+def test_positions_may_be_given_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    batch, _ = packed()
+    model: Any = _llama()
+    keep_documents_apart(model)
+    inner, ids, positions = model.model, batch["input_ids"], batch["position_ids"]
+    apart = inner(input_ids=ids, position_ids=positions)[0]
+    assert torch.equal(inner(ids, None, positions)[0], apart)
+    assert not torch.equal(inner(ids, None, positions, use_cache=True)[0], apart)
 
 
 # How much each label weighs
