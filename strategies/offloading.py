@@ -180,7 +180,10 @@ class _Wrapped:
     def __init__(self, tensor: Any, pack: Callable[[Tensor], Any]) -> None:
         names, self._context = tensor.detach().__tensor_flatten__()
         self._type, self._form = type(tensor), (tensor.shape, tensor.stride())
-        self._inner = {name: pack(getattr(tensor, name)) for name in names}
+        parts = {name: getattr(tensor, name) for name in names}
+        self._inner = {name: pack(part) for name, part in parts.items() if isinstance(part, Tensor)}
+        # From torch 2.15 on, a DTensor's mesh is one of them.
+        self._others = {name: part for name, part in parts.items() if name not in self._inner}
 
     def settle(self) -> _Wrapped:
         """Return itself, when the tensor may be changed in place."""
@@ -188,7 +191,7 @@ class _Wrapped:
         return self
 
     def unpack(self) -> Tensor:
-        inner = {name: unpack(one) for name, one in self._inner.items()}
+        inner = self._others | {name: unpack(one) for name, one in self._inner.items()}
         found: Tensor = self._type.__tensor_unflatten__(inner, self._context, *self._form)
         return found
 
