@@ -128,10 +128,13 @@ class Axes:
         return tuple(rank // stride % size for size, stride in zip(self.sizes, self.strides, strict=True))
 
     def along(self, ranks: Sequence[int]) -> int:
-        """The axes along which these processes differ, as bits; 0 if they are not all processes along them."""
-        indices = [self.index(rank) for rank in ranks]
-        differing = [i for i in range(len(self.names)) if len({index[i] for index in indices}) > 1]
-        if math.prod(self.sizes[i] for i in differing) != len(ranks):
+        """The axes along which these processes differ, as bits; 0 if they are not all processes along them.
+
+        Of the stages of a pipeline, those that share a parameter are all.
+        """
+        found = [{*column} for column in zip(*(self.index(rank) for rank in ranks), strict=True)]
+        differing = [i for i, indices in enumerate(found) if len(indices) > 1]
+        if math.prod(len(found[i]) if self.names[i] == "pp" else self.sizes[i] for i in differing) != len(ranks):
             return 0
         return sum(1 << i for i in differing)
 
@@ -422,7 +425,8 @@ class Types(Recorder):
         elif "chunk_cat" in name:
             found = _chunk_cat(moved[0], options["dim"], options["num_chunks"])
         elif name == "split_with_sizes_copy":
-            found = list(torch.split(moved[0], [*options.values()][1], options["dim"]))
+            sizes = options.get("split_sizes", options.get("all_gather_input_split_sizes"))
+            found = list(torch.split(moved[0], sizes, options["dim"]))
         else:
             found = _MOVES[name](*moved, **{key: v for key, v in kwargs.items() if key not in ("out", "memory_format")})
         for one, kind in zip(outs, found if isinstance(found, (list, tuple)) else [found], strict=True):
