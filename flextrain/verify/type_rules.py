@@ -255,7 +255,7 @@ class Types(Recorder):
     Args:
         axes: of the processes.
         rank: of this one.
-        differing: by operation, the axes along which its numbers, shapes, offsets or random numbers differ, as bits.
+        others: by axis, the record of this rank's neighbour along it.
 
     Attributes:
         steps: all operations.
@@ -268,9 +268,9 @@ class Types(Recorder):
     received: int = 0
     """The type of what another stage of a pipeline sends."""
 
-    def __init__(self, axes: Axes, rank: int, differing: Mapping[int, int]) -> None:
+    def __init__(self, axes: Axes, rank: int, others: Mapping[int, Sequence[tuple[str, int]]]) -> None:
         super().__init__()
-        self.axes, self.rank, self._differing = axes, rank, differing
+        self.axes, self.rank, self._others = axes, rank, others
         self.steps: list[Step] = []
         self.outputs: dict[str, tuple[int, int]] = {}
         self.summed: dict[int, int] = {}
@@ -343,10 +343,10 @@ class Types(Recorder):
 
     def typed(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """See Recorder."""
+        differing = self._differing()
         if func.is_view:
             return
         with with_values():
-            here = len(self.record) - 1
             given = _tensors((args, kwargs))
             step = Step(func.name(), 0, self.inside[-1] if self.inside else "", "")
             outs = _tensors(result)
@@ -357,9 +357,36 @@ class Types(Recorder):
             self._number = len(self.steps)
             self.steps.append(step)
             if not self._sent(func, args, kwargs, result, step):
-                self._computed(func, args, kwargs, result, part(self._differing[here]) if here in self._differing else 0)
+                self._computed(func, args, kwargs, result, part(differing) if differing else 0)
             if step.kind and not in_backward():
                 step.line = _line()
+
+    def _differing(self) -> int:
+        """The axes along which the last operation has other numbers, shapes, offsets or random numbers, as bits.
+
+        Raises:
+            StrategyError: a neighbour executes another operation.
+        """
+        at, found = len(self.record) - 1, 0
+        name, own_sum = self.record[at]
+        for i, other in self._others.items():
+            theirs = other[at] if at < len(other) else ("nothing more", 0)
+            if name != theirs[0]:
+                raise self._apart(i, at, name, theirs[0])
+            found |= (own_sum != theirs[1]) << i
+        return found
+
+    def check_ended(self) -> None:
+        """Raise StrategyError if a neighbour executes more operations."""
+        for i, other in self._others.items():
+            if len(other) > (at := len(self.record)):
+                raise self._apart(i, at, "nothing more", other[at][0])
+
+    def _apart(self, axis: int, at: int, name: str, theirs: str) -> StrategyError:
+        return StrategyError(
+            f"verify.types: ranks {self.rank} and {self.rank + self.axes.strides[axis]}, neighbours along {self.axes.names[axis]}, "
+            f"execute different operations, from number {at + 1}: {name} and {theirs}; types can only follow what all ranks execute"
+        )
 
     def _computed(self, func: Any, args: Any, kwargs: Any, result: Any, extra: int) -> None:
         changed = changed_by(func, args, kwargs)

@@ -207,19 +207,23 @@ def _row(job: PlannedJob, timeout_s: float, on_progress: Callable[[str], object]
 
 
 def _compared(job: PlannedJob, rehearsed: Callable[..., Any]) -> TypeRow:
-    first: Record = rehearsed(0)
-    axes = Axes.of(job.world_size, first.sizes)
-    stages = sorted({first.stages[0], first.stages[-1]}) if first.stages else [0]
-    firsts = {rank: rehearsed(rank) if rank else first for rank in stages}
+    second: Record = rehearsed(1)  # a neighbour of the first one along the innermost axis
+    axes = Axes.of(job.world_size, second.sizes)
+    stages, beside = [0], {i: stride for i, stride in enumerate(axes.strides) if axes.names[i] != "pp"}
+    for i, name in enumerate(axes.names):
+        if name == "pp":
+            stages.append(axes.strides[i] * (axes.sizes[i] - 1))
+    neighbours: dict[int, dict[int, Record]] = {}
+    names: dict[int, list[str]] = {}
+    for rank in stages:
+        ranks = {i: rank + stride for i, stride in beside.items()}
+        neighbours[rank] = {i: second if other == 1 else rehearsed(other) for i, other in ranks.items()}
+        names[rank] = next((record.names for record in neighbours[rank].values()), []) or rehearsed(rank).names
     row = TypeRow(job.name, "sound", dict(zip(axes.names, axes.sizes, strict=True)))
     for rank in stages:
-        others = [firsts[other] for other in stages if other != rank]
-        shared = set[str]().union(*(other.names for other in others)) if others else set(firsts[rank].names)
-        neighbours: dict[int, Record] = {}
-        for i, stride in enumerate(axes.strides):
-            if axes.names[i] != "pp":
-                neighbours[i] = rehearsed(rank + stride)
-        found: TypeRow = rehearsed(rank, Comparison.of(axes, rank, firsts[rank], neighbours, sorted(shared)))
+        others = {name for other in stages if other != rank for name in names[other]}
+        shared = sorted(others if len(stages) > 1 else names[rank])
+        found: TypeRow = rehearsed(rank, Comparison(axes, neighbours[rank], shared))
         row.operations += found.operations
         row.notes += [note for note in found.notes if note not in row.notes]
         row.faults += [fault for fault in found.faults if fault not in row.faults]
@@ -238,14 +242,12 @@ class Record:
 
     Attributes:
         sizes: of the axes, see Topology.
-        stages: one rank of each pipeline stage; empty without.
         operations: name and check sum of each.
         batch: a check sum for each tensor of the micro-batches.
         names: of the parameters that it has.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
-    stages: list[int] = field(default_factory=list)
     operations: list[tuple[str, int]] = field(default_factory=list)
     batch: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -253,45 +255,22 @@ class Record:
 
 @dataclass
 class Comparison:
-    """How a rank differs from its neighbours.
+    """What a rank is compared with.
 
     Attributes:
-        operations: by operation, the axes along which it differs, as bits.
-        batch: the same for each tensor of the micro-batches.
+        neighbours: by axis, what the rank's neighbour along it does.
         shared: names of parameters that another stage has too.
     """
 
     axes: Axes
-    operations: dict[int, int]
-    batch: list[int]
+    neighbours: dict[int, Record]
     shared: list[str]
 
-    @classmethod
-    def of(
-        cls, axes: Axes, rank: int, record: Record, neighbours: Mapping[int, Record], shared: list[str]
-    ) -> Comparison:
-        """Compare a rank with its neighbour along each axis.
-
-        Raises:
-            StrategyError: they execute different operations.
-        """
-        operations: dict[int, int] = {}
-        batch = [0] * len(record.batch)
-        for i, other in neighbours.items():
-            names, theirs = ([name for name, _ in each.operations] for each in (record, other))
-            if names != theirs:
-                at = next((j for j, (a, b) in enumerate(zip(names, theirs, strict=False)) if a != b), len(names))
-                a, b = (each[at] if at < len(each) else "nothing more" for each in (names, theirs))
-                raise StrategyError(
-                    f"verify.types: ranks {rank} and {rank + axes.strides[i]}, neighbours along {axes.names[i]}, execute different "
-                    f"operations, from number {at}: {a} and {b}; types can only follow what all ranks execute"
-                )
-            for j, ((_, one), (_, two)) in enumerate(zip(record.operations, other.operations, strict=True)):
-                if one != two:
-                    operations[j] = operations.get(j, 0) | 1 << i
-            for j, (one, two) in enumerate(zip(record.batch, other.batch, strict=True)):
-                batch[j] |= (one != two) << i
-        return cls(axes, operations, batch, shared)
+    def batch(self, own: Sequence[int]) -> list[int]:
+        """The axes along which each tensor of the micro-batches differs, as bits."""
+        return [
+            sum((sums != record.batch[j]) << i for i, record in self.neighbours.items()) for j, sums in enumerate(own)
+        ]
 
 
 class _EnoughError(Exception):
@@ -313,7 +292,9 @@ def rehearse(job: PlannedJob, rank: int, comparison: Comparison | None = None) -
         with found.building():
             given = stack.enter_context(runner_arguments(job.script, job.arguments))
         arguments, notes = arguments_for(job, given)
-        recorder = Recorder() if comparison is None else Types(comparison.axes, rank, comparison.operations)
+        recorder = Recorder() if comparison is None else Types(
+            comparison.axes, rank, {i: record.operations for i, record in comparison.neighbours.items()}
+        )
         stack.enter_context(recorder)
         training = _Update(arguments, job, found, recorder, comparison)
         training.row.notes += notes
@@ -342,7 +323,6 @@ class _Update(Training):
     def _made(self, ledger: Ledger, stepper: Stepper, window: list[Any], model: nn.Module) -> Books:
         topology, module, recorder = self.strategy.topology, self.strategy.module, self._recorder
         self.record.sizes = {axis: size for axis, (_, size) in topology.axes.items()}
-        self.record.stages = self.facts.stages
         self.record.names = [name for name, _ in module.named_parameters()]
         recorder.name_modules(module)
         torch.manual_seed(0)  # as in a run: ranks with the same samples draw the same
@@ -350,13 +330,16 @@ class _Update(Training):
         if isinstance(recorder, Types):
             assert self._comparison is not None
             update = TypedUpdate(recorder, self._comparison, topology, module, self.row)
-            update.begin([leaf for batch in window for leaf in _leaves(batch)])
+            batches = self._comparison.batch(self.record.batch)
+            update.begin([leaf for batch in window for leaf in _leaves(batch)], batches)
             for wrapper in stepper.optim.wrappers.values() if stepper.optim is not None else ():
                 wrapper.register_step_pre_hook(lambda _: update.look_at_gradients())
         recorder.is_on = True
         outputs = stepper.train(window)
         recorder.is_on = False
         self.record.operations = recorder.record
+        if isinstance(recorder, Types):
+            recorder.check_ended()
         if update is not None:
             assert stepper.optim is not None
             update.finish(outputs, [wrapper.optimizer for wrapper in stepper.optim.wrappers.values()])
@@ -393,15 +376,15 @@ class TypedUpdate:
         self._leaked = 0
         self._seen: dict[tuple[str, str, int], int] = {}
 
-    def begin(self, batch: Sequence[Tensor]) -> None:
-        """Give what is there before the update its type."""
+    def begin(self, batch: Sequence[Tensor], differing: Sequence[int]) -> None:
+        """Give what is there before the update its type; ``differing``: the axes along which each tensor of the batch differs."""
         types, different = self._types, self._data
-        for bits in self._comparison.batch:
+        for bits in differing:
             different |= bits
         types.data = different
         types.received = own(different) | part(self._stages)
         with with_values():
-            for leaf, bits in zip(batch, self._comparison.batch, strict=True):
+            for leaf, bits in zip(batch, differing, strict=True):
                 types.write(leaf, own(self._data | bits))
             for name, parameter in self._module.named_parameters():
                 self._parts[name] = bits = self._parts_of(name, parameter)
