@@ -184,7 +184,9 @@ def shards_not_reduced(model: Build) -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
     def scattered(own: Any) -> Any:
-        def call(self: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+        def call(
+            self: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+        ) -> None:
             index = dist.get_rank(group)
             output_tensor.copy_(input_tensor[index * len(output_tensor) : (index + 1) * len(output_tensor)])
 

@@ -69,10 +69,10 @@ def typed(script: str, strategy: str, processes: int, *arguments: str) -> TypeRo
 
 PLAIN = ["plain", "--strategy", "{'tp_kind':'local'}"]
 FOUND: dict[str, tuple[list[str], str, int, TypeFault]] = {
-    "row_without_sum": (PLAIN, "mesh:dp64xtp2", 128, TypeFault("loss", "", "tp", "missing", "layers.0.out")),
-    "row_summed_twice": (PLAIN, "mesh:dp64xtp2", 128, TypeFault("loss", "", "tp", "doubled", "layers.0.out")),
+    "row_without_sum": (PLAIN, "mesh:tp2", 2, TypeFault("loss", "", "tp", "missing", "layers.0.out")),
+    "row_summed_twice": (PLAIN, "mesh:tp2", 2, TypeFault("loss", "", "tp", "doubled", "layers.0.out")),
     "column_input_gradient_not_summed": (
-        PLAIN, "mesh:dp64xtp2", 128, TypeFault("gradient", "embed.weight", "tp", "missing", "embed"),
+        PLAIN, "mesh:tp2", 2, TypeFault("gradient", "embed.weight", "tp", "missing", "embed"),
     ),
     "gradient_not_averaged": (
         ["plain"], "mesh:dp_replicate64", 64, TypeFault("gradient", "embed.weight", "dp_replicate", "missing", "embed"),
@@ -87,15 +87,15 @@ FOUND: dict[str, tuple[list[str], str, int, TypeFault]] = {
         ["plain", "--strategy", "{'sequence_parallel':True}"], "mesh:tp2", 2,
         TypeFault("gradient", "layers.0.norm1.weight", "tp", "missing", "layers.0.norm1"),
     ),
-    "dropout_apart": (PLAIN, "mesh:dp64xtp2", 128, TypeFault("loss", "", "tp", "missing", "layers.0.drop")),
-    "sequence_loss_not_summed": (["plain"], "mesh:cp4xdp16", 64, TypeFault("loss", "", "cp", "missing")),
+    "dropout_apart": (PLAIN, "mesh:tp2", 2, TypeFault("loss", "", "tp", "missing", "layers.0.drop")),
+    "sequence_loss_not_summed": (["plain"], "mesh:cp4", 4, TypeFault("loss", "", "cp", "missing")),
     "expert_gradient_averaged": (
-        ["mixture", "--strategy", "{'plan':{'layers.*.experts':'experts'}}"], "mesh:dp64xep4", 64,
+        ["mixture", "--strategy", "{'plan':{'layers.*.experts':'experts'}}"], "mesh:dp16xep4", 16,
         TypeFault("gradient", "layers.0.experts.up", "dp_shard (inside ep)", "averaged", "layers.0.experts"),
     ),
-    "norm_of_own_shards": (PLAIN, "mesh:dp64xtp2", 128, TypeFault("gradient norm", "", "tp", "missing")),
+    "norm_of_own_shards": (PLAIN, "mesh:tp2", 2, TypeFault("gradient norm", "", "tp", "missing")),
     "ties_not_summed": (
-        ["plain_tied", "--accumulate", "2"], "mesh:pp2xdp_replicate32", 64,
+        ["plain_tied", "--accumulate", "2"], "mesh:pp2", 2,
         TypeFault("gradient", "embed.weight", "pp", "missing"),
     ),
     "buffer_of_own_samples": (
@@ -134,7 +134,7 @@ SOUND = {
     "sequences": (["plain", "--strategy", "{'sequence_parallel':True}"], "mesh:dp64xtp2", 128),
     "context": (["plain"], "mesh:cp4xdp16", 64),
     "context and tensors": (PLAIN, "mesh:cp2xdp16xtp2", 64),
-    "experts": (["mixture", "--strategy", "{'plan':{'layers.*.experts':'experts'}}"], "mesh:dp64xep4", 64),
+    "experts": (["mixture", "--strategy", "{'plan':{'layers.*.experts':'experts'}}"], "mesh:dp16xep4", 16),
     "replicas": (["plain"], "mesh:dp_replicate64", 64),
     "replicas of shards, accumulated": (["plain", "--accumulate", "2"], "mesh:dp_replicate8xdp_shard8", 64),
     "stages": (["plain_tied", "--accumulate", "2"], "mesh:pp2xdp_replicate32", 64),
@@ -143,7 +143,9 @@ SOUND = {
 
 
 @PLANS
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "replicas" else pytest.mark.full) for name in SOUND])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "replicas" else pytest.mark.full) for name in SOUND]
+)
 def test_what_the_mesh_does_is_sound(script: str, name: str) -> None:
     arguments, strategy, processes = SOUND[name]
     row = typed(script, strategy, processes, *arguments)
@@ -192,7 +194,9 @@ def test_a_report_says_what_it_does_not_see() -> None:
         (["--device", "cuda"], "verify.device: cuda has no effect with --types, which trains nothing; leave it out"),
     ],
 )
-def test_bad_input_is_one_line(script: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    script: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["verify", script, "--types", *arguments]) != 0
     assert message in " ".join(capsys.readouterr().err.split())
 

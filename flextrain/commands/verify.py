@@ -93,7 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.types:
         for key, value in _of_trainings(arguments).items():
             if value is not None:
-                raise ConfigError(f"verify.{key}: {value} has no effect with --types, which trains nothing; leave it out")
+                raise ConfigError(
+                    f"verify.{key}: {value} has no effect with --types, which trains nothing; leave it out"
+                )
     with Console(stderr=True, markup=False, emoji=False).status("Starting processes") as status:
         report: Any
         if arguments.types:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import sys
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ from ..core.base.errors import StrategyError
 from ..core.base.tensors import parts_of
 from ..core.torch_compat.torch_private import (
     TorchDispatchMode,
+    apart,
     arguments_of,
     changed_by,
     has_values,
@@ -109,7 +111,7 @@ class Axes:
             starts[name], stride = (stride, stride * size), stride * size
         cuts = sorted({1, world_size, *(end for _, end in starts.values()), *overlays.values()})
         found: list[tuple[str, int, int]] = []
-        for low, high in zip(cuts, cuts[1:], strict=False):
+        for low, high in itertools.pairwise(cuts):
             if high % low:
                 given = ", ".join(f"{name}={size}" for name, size in overlays.items())
                 raise StrategyError(f"verify.types: {given} ends inside of another axis, which types cannot follow")
@@ -231,7 +233,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 found.append((tuple(leaf.shape), leaf.storage_offset()))
                 if not self.knows(leaf) and leaf.numel() <= _LOOKED_AT:
                     with with_values():
-                        found.append(zlib.crc32(leaf.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()))
+                        found.append(
+                            zlib.crc32(leaf.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+                        )
             elif isinstance(leaf, (bool, int, float, str)):
                 found.append(leaf)
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -336,7 +340,7 @@ class Types(Recorder):
         if self.is_on and not in_backward():
             for leaf in tree_flatten(output)[0]:
                 for each in parts_of(leaf) if isinstance(leaf, Tensor) else ():
-                    with with_values():
+                    with looking():
                         self.outputs[name] = (self.kind_of(each), next(iter(self.writers(each)[-1:]), -1))
 
     # Operations
@@ -410,7 +414,7 @@ class Types(Recorder):
         out_only = "out" in kwargs
         given = _tensors(args) if out_only else _tensors((args, kwargs))
         if name in ("fill_", "zero_", "zero") or name.startswith(("uniform", "normal_", "random_")):
-            given = [each for each in _tensors(args)[1:]]
+            given = list(_tensors(args)[1:])
         if name == "copy_":
             given = given[1:2]
         if name in _MOVING and self._moved(func, args, kwargs, result, outs, extra):
@@ -479,7 +483,7 @@ class Types(Recorder):
     def _sent(self, func: Any, args: Any, kwargs: Any, result: Any, step: Step) -> bool:
         name = func.name().partition("::")[2].partition(".")[0]
         if func.namespace == "fsdp" and name == "all_gather_copy_in":
-            inputs, output, sizes, count, index = args
+            inputs, output, _sizes, count, index = args
             place = output.narrow(0, count * index, count)
             kinds = [torch.full((each.numel(),), self.read(each), dtype=torch.int32) if isinstance(self.read(each), int)
                      else self.read(each).reshape(-1) for each in inputs]  # type: ignore[union-attr]  # fmt: skip
@@ -489,7 +493,7 @@ class Types(Recorder):
         found = collective_of(func, args, kwargs, result)
         if found is None:
             return func.namespace in ("c10d", "_c10d_functional")
-        kind, group, _, other = found
+        kind, group, _, _other = found
         axes, size, index = self._group(group)
         sources, targets = _sent_and_received(kind, arguments_of(func, args, kwargs), result)
         if kind == "send":
@@ -507,13 +511,17 @@ class Types(Recorder):
         if kind in ("all_gather", "all_reduce", "reduce_scatter", "broadcast") and len(targets) >= len(sources):
             copies = len(targets) // max(len(sources), 1)
             for i, target in enumerate(targets):
-                self._set(target, self._after(kind, op, self.read(sources[i // copies]), axes, size, step, target, index))
+                self._set(
+                    target, self._after(kind, op, self.read(sources[i // copies]), axes, size, step, target, index)
+                )
             return True
         whole = _either(map(self.kind_of, sources or targets))
         if kind == "reduce_scatter":  # of lists
             pieces = len(sources) // len(targets)
             for i, target in enumerate(targets):
-                self._set(target, self._after(kind, op, self.read(sources[i * pieces + index]), axes, size, step, target, 0))
+                self._set(
+                    target, self._after(kind, op, self.read(sources[i * pieces + index]), axes, size, step, target, 0)
+                )
             return True
         for target in targets:
             self._set(target, self._exchanged(whole, axes) if kind == "all_to_all" else whole | part(axes))
@@ -540,7 +548,9 @@ class Types(Recorder):
         if kind == "reduce_scatter":
             return cleared | part(axes)
         if kind == "all_gather" and not isinstance(cleared, int):
-            return _simple(cleared.reshape(-1).repeat(max(1, target.numel() // max(1, cleared.numel()))).reshape(target.shape))
+            return _simple(
+                cleared.reshape(-1).repeat(max(1, target.numel() // max(1, cleared.numel()))).reshape(target.shape)
+            )
         return cleared if isinstance(cleared, int) or cleared.shape == target.shape else _union(cleared)
 
     def _exchanged(self, kind: int, axes: int) -> int:
@@ -549,7 +559,11 @@ class Types(Recorder):
             return kind
         before = owned(kind) & axes, parted(kind) & axes
         rest = kind & ~(axes << _OWN | axes << _PART)
-        return rest | own(before[1] & self.data) | part(before[0] | before[1] & ~self.data | axes & ~(before[0] | before[1]))
+        return (
+            rest
+            | own(before[1] & self.data)
+            | part(before[0] | before[1] & ~self.data | axes & ~(before[0] | before[1]))
+        )
 
     def _group(self, group: Any) -> tuple[int, int, int]:
         if group not in self._groups:
@@ -578,6 +592,13 @@ class Types(Recorder):
 
 
 # Small parts
+
+
+@contextlib.contextmanager
+def looking() -> Iterator[None]:
+    """Context of operations on types, which no mode sees."""
+    with apart(), with_values():
+        yield
 
 
 _MOVES: dict[str, Callable[..., Any]] = {

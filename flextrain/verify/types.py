@@ -6,7 +6,7 @@ import dataclasses
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -31,13 +31,14 @@ from ..runner.loops.step import Stepper
 from ..tables import FittedTable, add_row
 from ..testing.workers import WorkerError, WorkerGroup
 from ..user_script import runner_arguments
-from .type_rules import Axes, Recorder, Types, depends, own, owned, part, parted, times
+from .type_rules import Axes, Recorder, Types, depends, looking, own, owned, part, parted, times
 
 NOT_SEEN = (
     "factors: a mean where a sum is due, or a wrong weight; flextrain verify --simulate compares numbers, on fewer ranks",
     "what depends on values: branches, routes of tokens, and messages whose senders or sizes only the data decide",
     "ranks other than the first one and its neighbour along every axis; of a pipeline the first and the last stage",
     "what another stage of a pipeline sends: it is taken for a part that no other axis divides but those of the data",
+    "tensors made before the update, such as tables of positions: they are taken for the same on all ranks, unless DTensors",
     "order: a deadlock, or a collective that some ranks leave out; those compared call the same operations",
     "kernels that communicate inside of one operation, custom hooks, evaluation, and updates after the first",
 )
@@ -292,16 +293,16 @@ def rehearse(job: PlannedJob, rank: int, comparison: Comparison | None = None) -
         with found.building():
             given = stack.enter_context(runner_arguments(job.script, job.arguments))
         arguments, notes = arguments_for(job, given)
-        recorder = Recorder() if comparison is None else Types(
-            comparison.axes, rank, {i: record.operations for i, record in comparison.neighbours.items()}
+        recorder = (
+            Recorder()
+            if comparison is None
+            else Types(comparison.axes, rank, {i: record.operations for i, record in comparison.neighbours.items()})
         )
         stack.enter_context(recorder)
         training = _Update(arguments, job, found, recorder, comparison)
         training.row.notes += notes
-        try:
+        with suppress(_EnoughError):
             training.run()
-        except _EnoughError:
-            pass
         return training.record if comparison is None else training.row
 
 
@@ -383,7 +384,7 @@ class TypedUpdate:
             different |= bits
         types.data = different
         types.received = own(different) | part(self._stages)
-        with with_values():
+        with looking():
             for leaf, bits in zip(batch, differing, strict=True):
                 types.write(leaf, own(self._data | bits))
             for name, parameter in self._module.named_parameters():
@@ -407,7 +408,7 @@ class TypedUpdate:
 
     def look_at_gradients(self) -> None:
         """Compare the types of gradients with those of their parameters; before they are clipped."""
-        with with_values():
+        with looking():
             for name, parameter in self._module.named_parameters():
                 if parameter.grad is None or self._seen.get(("gradient", name, -1)):
                     continue
@@ -424,7 +425,7 @@ class TypedUpdate:
         """Look at the losses, and at what the update has left."""
         types = self._types
         gradients, self._row.faults = self._row.faults, []
-        with with_values():
+        with looking():
             for name, value in outputs.items():
                 if isinstance(value, Tensor):
                     is_norm = name == "grad_norm"
@@ -436,11 +437,11 @@ class TypedUpdate:
                     allowed_own = 0 if is_norm else self._data
                     if is_norm and any(fault.kind == "missing" for fault in gradients):
                         continue  # it is made of them
-                    self._check(what, "", kind & ~own(allowed_own | allowed) | kind & own(0), allowed | allowed_own, start)
+                    self._check(
+                        what, "", kind & ~own(allowed_own | allowed) | kind & own(0), allowed | allowed_own, start
+                    )
             leaked = {fault.axis for fault in self._row.faults if fault.what.startswith("loss")}
-            self._row.faults += [
-                fault for fault in gradients if not (fault.kind == "missing" and fault.axis in leaked)
-            ]
+            self._row.faults += [fault for fault in gradients if not (fault.kind == "missing" and fault.axis in leaked)]
             reported = {fault.axis for fault in self._row.faults}
             names = {id(parameter): name for name, parameter in self._module.named_parameters()}
             before, self._row.faults = self._row.faults, []
@@ -504,7 +505,9 @@ class TypedUpdate:
                 continue
             # Where something of this process meets what is the same on all: who made it has left out the reduction.
             apart = [i for i, kind, same in step.inputs if same and (owned(kind) | parted(kind)) & axes]
-            alike = [i for i, kind, same in step.inputs if same and not (owned(kind) | parted(kind)) & axes and depends(kind)]
+            alike = [
+                i for i, kind, same in step.inputs if same and not (owned(kind) | parted(kind)) & axes and depends(kind)
+            ]
             if apart and alike and apart[0] >= 0:
                 return types.where(apart[0])
         return next((types.where(at) for at in reversed(steps) if types.steps[at].line), "")
