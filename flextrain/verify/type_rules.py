@@ -171,7 +171,7 @@ class Step:
     adds: bool = False
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context that notes every operation of this thread with all that may differ between processes: numbers, shapes, offsets,
     and the state of the generator.
 
@@ -253,7 +253,7 @@ Kind = int | Mixed
 """The type of all elements, or one for each."""
 
 
-class Types(Recorder):
+class Types(OperationRecorder):
     """Context that gives every element of every tensor its type, see this module.
 
     Args:
@@ -334,7 +334,7 @@ class Types(Recorder):
         return [*self._writers.get(tensor.untyped_storage(), [])]
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """See Recorder."""
+        """See OperationRecorder."""
         name = self.inside[-1]
         super().leave(module, args, output)
         if self.is_on and not in_backward():
@@ -346,7 +346,7 @@ class Types(Recorder):
     # Operations
 
     def typed(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """See Recorder."""
+        """See OperationRecorder."""
         differing = self._differing()
         if func.is_view:
             return
@@ -484,11 +484,11 @@ class Types(Recorder):
         name = func.name().partition("::")[2].partition(".")[0]
         if func.namespace == "fsdp" and name == "all_gather_copy_in":
             inputs, output, _sizes, count, index = args
-            place = output.narrow(0, count * index, count)
+            own_part = output.narrow(0, count * index, count)
             kinds = [torch.full((each.numel(),), self.read(each), dtype=torch.int32) if isinstance(self.read(each), int)
                      else self.read(each).reshape(-1) for each in inputs]  # type: ignore[union-attr]  # fmt: skip
             if kinds:
-                self._set(place, _simple(torch.cat(kinds)))
+                self._set(own_part, _simple(torch.cat(kinds)))
             return True
         found = collective_of(func, args, kwargs, result)
         if found is None:
@@ -517,10 +517,10 @@ class Types(Recorder):
             return True
         whole = _either(map(self.kind_of, sources or targets))
         if kind == "reduce_scatter":  # of lists
-            pieces = len(sources) // len(targets)
+            count = len(sources) // len(targets)
             for i, target in enumerate(targets):
                 self._set(
-                    target, self._after(kind, op, self.read(sources[i * pieces + index]), axes, size, step, target, 0)
+                    target, self._after(kind, op, self.read(sources[i * count + index]), axes, size, step, target, 0)
                 )
             return True
         for target in targets:
@@ -707,12 +707,12 @@ def _line() -> str:
     """File and line of the innermost code outside of torch and the library; else of the library."""
     frame, inner = sys._getframe(1), ""
     while frame is not None:
-        place = _place(frame.f_code.co_filename)
-        if place == "runner":
+        whose = _whose(frame.f_code.co_filename)
+        if whose == "runner":
             break
-        if place != "torch":
+        if whose != "torch":
             line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            if place == "user":
+            if whose == "user":
                 return line
             inner = inner or line
         frame = frame.f_back  # type: ignore[assignment]
@@ -720,7 +720,7 @@ def _line() -> str:
 
 
 @functools.cache
-def _place(path: str) -> str:
+def _whose(path: str) -> str:
     """Whose a source file is: "torch" (or Python's, or this analysis), "library", "runner" (which calls the model), "user"."""
     if path.startswith("<") or Path(path).is_relative_to(Path(torch.__file__).parent):
         return "torch"

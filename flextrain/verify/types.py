@@ -31,7 +31,7 @@ from ..runner.loops.step import Stepper
 from ..tables import FittedTable, add_row
 from ..testing.workers import WorkerError, WorkerGroup
 from ..user_script import runner_arguments
-from .type_rules import Axes, Recorder, Types, depends, looking, own, owned, part, parted, times
+from .type_rules import Axes, OperationRecorder, Types, depends, looking, own, owned, part, parted, times
 
 NOT_SEEN = (
     "factors: a mean where a sum is due, or a wrong weight; flextrain verify --simulate compares numbers, on fewer ranks",
@@ -195,7 +195,7 @@ def _row(job: PlannedJob, timeout_s: float, on_progress: Callable[[str], object]
     def rehearsed(rank: int, *more: Any) -> Any:
         on_progress(f"rank {rank}")
         # Each in a process of its own: a script and torch's process groups leave traces in one.
-        with WorkerGroup(1, timeout_s) as group:
+        with WorkerGroup(1, timeout_s, imports=[__name__]) as group:
             return group.run(rehearse, job, rank, *more)[0]
 
     try:
@@ -208,13 +208,13 @@ def _row(job: PlannedJob, timeout_s: float, on_progress: Callable[[str], object]
 
 
 def _compared(job: PlannedJob, rehearsed: Callable[..., Any]) -> TypeRow:
-    second: Record = rehearsed(1)  # a neighbour of the first one along the innermost axis
+    second: RankRecord = rehearsed(1)  # a neighbour of the first one along the innermost axis
     axes = Axes.of(job.world_size, second.sizes)
     stages, beside = [0], {i: stride for i, stride in enumerate(axes.strides) if axes.names[i] != "pp"}
     for i, name in enumerate(axes.names):
         if name == "pp":
             stages.append(axes.strides[i] * (axes.sizes[i] - 1))
-    neighbours: dict[int, dict[int, Record]] = {}
+    neighbours: dict[int, dict[int, RankRecord]] = {}
     names: dict[int, list[str]] = {}
     for rank in stages:
         ranks = {i: rank + stride for i, stride in beside.items()}
@@ -224,7 +224,7 @@ def _compared(job: PlannedJob, rehearsed: Callable[..., Any]) -> TypeRow:
     for rank in stages:
         others = {name for other in stages if other != rank for name in names[other]}
         shared = sorted(others if len(stages) > 1 else names[rank])
-        found: TypeRow = rehearsed(rank, Comparison(axes, neighbours[rank], shared))
+        found: TypeRow = rehearsed(rank, RankComparison(axes, neighbours[rank], shared))
         row.operations += found.operations
         row.notes += [note for note in found.notes if note not in row.notes]
         row.faults += [fault for fault in found.faults if fault not in row.faults]
@@ -238,7 +238,7 @@ def _compared(job: PlannedJob, rehearsed: Callable[..., Any]) -> TypeRow:
 
 
 @dataclass
-class Record:
+class RankRecord:
     """What a rank does, to be compared with others.
 
     Attributes:
@@ -255,7 +255,7 @@ class Record:
 
 
 @dataclass
-class Comparison:
+class RankComparison:
     """What a rank is compared with.
 
     Attributes:
@@ -264,7 +264,7 @@ class Comparison:
     """
 
     axes: Axes
-    neighbours: dict[int, Record]
+    neighbours: dict[int, RankRecord]
     shared: list[str]
 
     def batch(self, own: Sequence[int]) -> list[int]:
@@ -278,8 +278,8 @@ class _EnoughError(Exception):
     """Ends a rehearsal after the first update."""
 
 
-def rehearse(job: PlannedJob, rank: int, comparison: Comparison | None = None) -> Any:
-    """Rehearse the first update of a rank: return its Record, or with a comparison its TypeRow."""
+def rehearse(job: PlannedJob, rank: int, comparison: RankComparison | None = None) -> Any:
+    """Rehearse the first update of a rank: return its RankRecord, or with a comparison its TypeRow."""
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(job.world_size),
@@ -294,7 +294,7 @@ def rehearse(job: PlannedJob, rank: int, comparison: Comparison | None = None) -
             given = stack.enter_context(runner_arguments(job.script, job.arguments))
         arguments, notes = arguments_for(job, given)
         recorder = (
-            Recorder()
+            OperationRecorder()
             if comparison is None
             else Types(comparison.axes, rank, {i: record.operations for i, record in comparison.neighbours.items()})
         )
@@ -310,10 +310,15 @@ class _Update(Training):
     """The first update of a rehearsal, recorded or typed."""
 
     def __init__(
-        self, given: Mapping[str, Any], job: PlannedJob, found: Any, recorder: Recorder, comparison: Comparison | None
+        self,
+        given: Mapping[str, Any],
+        job: PlannedJob,
+        found: Any,
+        recorder: OperationRecorder,
+        comparison: RankComparison | None,
     ) -> None:
         super().__init__(given, job, found)
-        self.record, self.row = Record(), TypeRow(job.name, "sound")
+        self.record, self.row = RankRecord(), TypeRow(job.name, "sound")
         self._recorder, self._comparison = recorder, comparison
 
     def _without_its_values(self, batch: Any) -> Any:
@@ -367,7 +372,7 @@ class TypedUpdate:
     """
 
     def __init__(
-        self, types: Types, comparison: Comparison, topology: Topology, module: nn.Module, row: TypeRow
+        self, types: Types, comparison: RankComparison, topology: Topology, module: nn.Module, row: TypeRow
     ) -> None:
         self._types, self._axes, self._row, self._module = types, comparison.axes, row, module
         self._comparison, self._topology = comparison, topology
