@@ -413,6 +413,8 @@ class Types(OperationRecorder):
         outs = changed or _tensors(result)
         out_only = "out" in kwargs
         given = _tensors(args) if out_only else _tensors((args, kwargs))
+        if name.endswith(("s_like", "full_like", "empty_like", "rand_like", "randn_like")) or name.startswith("new_"):
+            given = []  # only its shape matters
         if name in ("fill_", "zero_", "zero") or name.startswith(("uniform", "normal_", "random_")):
             given = list(_tensors(args)[1:])
         if name == "copy_":
