@@ -515,7 +515,8 @@ class TypedUpdate:
             ]
             if apart and alike and apart[0] >= 0:
                 return types.where(apart[0])
-        return next((types.where(at) for at in reversed(steps) if types.steps[at].line), "")
+        lines = [at for at in reversed(steps) if types.steps[at].line]
+        return next((types.where(at) for at in lines if types.steps[at].module), "") or types.where(lines[0]) if lines else ""
 
     def _where_doubled(self, name: str, axes: int, start: Sequence[int]) -> str:
         types = self._types
