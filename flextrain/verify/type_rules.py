@@ -13,6 +13,7 @@ No bit: the same on all of them (replicated). Types do not depend on numbers: a 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import itertools
 import math
@@ -171,6 +172,26 @@ class Step:
     adds: bool = False
 
 
+Operation = tuple[str, int]
+"""The name of an operation, and a check sum of all that may differ between processes."""
+
+
+def aligned(own: Sequence[Operation], other: Sequence[Operation]) -> list[Operation | None]:
+    """Return for each operation of one rank that of another; None for those that only the one executes.
+
+    The first operation after some that only the other executes is None too.
+    """
+    matcher = difflib.SequenceMatcher(None, [name for name, _ in own], [name for name, _ in other], autojunk=False)
+    found: list[Operation | None] = [None] * len(own)
+    at_other = 0
+    for block in matcher.get_matching_blocks():
+        for i in range(block.size):
+            if i or block.b == at_other:
+                found[block.a + i] = other[block.b + i]
+        at_other = block.b + block.size
+    return found
+
+
 class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context that notes every operation of this thread with all that may differ between processes: numbers, shapes, offsets,
     and the state of the generator.
@@ -181,7 +202,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.record: list[tuple[str, int]] = []
+        self.record: list[Operation] = []
         self.is_on = False
         self._stack = ExitStack()
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -206,6 +227,10 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note that a module's forward has ended."""
         self.inside.pop()
+
+    def end(self) -> None:
+        """Say that the update has ended."""
+        self.is_on = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -259,11 +284,12 @@ class Types(OperationRecorder):
     Args:
         axes: of the processes.
         rank: of this one.
-        others: by axis, the record of this rank's neighbour along it.
+        others: by axis, what this rank's neighbour along it executes in place of each operation; None: nothing.
 
     Attributes:
         steps: all operations.
         outputs: by name of a module, the union of the types of what its forward returned last, and the step that made it.
+        is_apart: a neighbour has executed another operation, and nothing was followed from there on.
         summed: steps whose results were added up, and over which axes: they were terms of a sum.
     """
 
@@ -272,9 +298,10 @@ class Types(OperationRecorder):
     received: int = 0
     """The type of what another stage of a pipeline sends."""
 
-    def __init__(self, axes: Axes, rank: int, others: Mapping[int, Sequence[tuple[str, int]]]) -> None:
+    def __init__(self, axes: Axes, rank: int, others: Mapping[int, Sequence[Operation | None]]) -> None:
         super().__init__()
         self.axes, self.rank, self._others = axes, rank, others
+        self.is_apart = False
         self.steps: list[Step] = []
         self.outputs: dict[str, tuple[int, int]] = {}
         self.summed: dict[int, int] = {}
@@ -347,8 +374,8 @@ class Types(OperationRecorder):
 
     def typed(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """See OperationRecorder."""
-        differing = self._differing()
-        if func.is_view:
+        differing = 0 if self.is_apart else self._differing()
+        if func.is_view or self.is_apart:
             return
         with with_values():
             given = _tensors((args, kwargs))
@@ -366,31 +393,20 @@ class Types(OperationRecorder):
                 step.line = _line()
 
     def _differing(self) -> int:
-        """The axes along which the last operation has other numbers, shapes, offsets or random numbers, as bits.
-
-        Raises:
-            StrategyError: a neighbour executes another operation.
-        """
+        """The axes along which the last operation has other numbers, shapes, offsets or random numbers, as bits."""
         at, found = len(self.record) - 1, 0
         name, own_sum = self.record[at]
         for i, other in self._others.items():
-            theirs = other[at] if at < len(other) else ("nothing more", 0)
-            if name != theirs[0]:
-                raise self._apart(i, at, name, theirs[0])
-            found |= (own_sum != theirs[1]) << i
+            theirs = other[at] if at < len(other) else ("", 0)
+            if theirs is not None and name != theirs[0]:
+                self.is_apart = True
+            found |= (theirs is None or own_sum != theirs[1]) << i
         return found
 
-    def check_ended(self) -> None:
-        """Raise StrategyError if a neighbour executes more operations."""
-        for i, other in self._others.items():
-            if len(other) > (at := len(self.record)):
-                raise self._apart(i, at, "nothing more", other[at][0])
-
-    def _apart(self, axis: int, at: int, name: str, theirs: str) -> StrategyError:
-        return StrategyError(
-            f"verify.types: ranks {self.rank} and {self.rank + self.axes.strides[axis]}, neighbours along {self.axes.names[axis]}, "
-            f"execute different operations, from number {at + 1}: {name} and {theirs}; types can only follow what all ranks execute"
-        )
+    def end(self) -> None:
+        """Say that the update has ended."""
+        self.is_on = False
+        self.is_apart |= any(len(other) > len(self.record) for other in self._others.values())
 
     def _computed(self, func: Any, args: Any, kwargs: Any, result: Any, extra: int) -> None:
         changed = changed_by(func, args, kwargs)

@@ -31,7 +31,20 @@ from ..runner.loops.step import Stepper
 from ..tables import FittedTable, add_row
 from ..testing.workers import WorkerError, WorkerGroup
 from ..user_script import runner_arguments
-from .type_rules import Axes, OperationRecorder, Types, depends, looking, own, owned, part, parted, times
+from .type_rules import (
+    Axes,
+    Operation,
+    OperationRecorder,
+    Types,
+    aligned,
+    depends,
+    looking,
+    own,
+    owned,
+    part,
+    parted,
+    times,
+)
 
 NOT_SEEN = (
     "factors: a mean where a sum is due, or a wrong weight; flextrain verify --simulate compares numbers, on fewer ranks",
@@ -224,7 +237,17 @@ def _compared(job: PlannedJob, rehearsed: Callable[..., Any]) -> TypeRow:
     for rank in stages:
         others = {name for other in stages if other != rank for name in names[other]}
         shared = sorted(others if len(stages) > 1 else names[rank])
-        found: TypeRow = rehearsed(rank, RankComparison(axes, neighbours[rank], shared))
+        operations = {i: record.operations for i, record in neighbours[rank].items()}
+        found = rehearsed(rank, RankComparison(axes, neighbours[rank], shared, operations))
+        if isinstance(found, RankRecord):  # not all execute the same
+            for i, other in operations.items():
+                if [name for name, _ in other] != [name for name, _ in found.operations]:
+                    row.notes.append(
+                        f"ranks {rank} and {rank + axes.strides[i]}, neighbours along {axes.names[i]}, execute different operations; "
+                        "what only one of them executes is taken for different"
+                    )
+            alike = {i: aligned(found.operations, other) for i, other in operations.items()}
+            found = rehearsed(rank, RankComparison(axes, neighbours[rank], shared, alike))
         row.operations += found.operations
         row.notes += [note for note in found.notes if note not in row.notes]
         row.faults += [fault for fault in found.faults if fault not in row.faults]
@@ -249,7 +272,7 @@ class RankRecord:
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
-    operations: list[tuple[str, int]] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
     batch: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
@@ -261,11 +284,13 @@ class RankComparison:
     Attributes:
         neighbours: by axis, what the rank's neighbour along it does.
         shared: names of parameters that another stage has too.
+        operations: by axis, what the neighbour executes in place of each operation.
     """
 
     axes: Axes
     neighbours: dict[int, RankRecord]
     shared: list[str]
+    operations: Mapping[int, Sequence[Operation | None]]
 
     def batch(self, own: Sequence[int]) -> list[int]:
         """The axes along which each tensor of the micro-batches differs, as bits."""
@@ -279,7 +304,11 @@ class _EnoughError(Exception):
 
 
 def rehearse(job: PlannedJob, rank: int, comparison: RankComparison | None = None) -> Any:
-    """Rehearse the first update of a rank: return its RankRecord, or with a comparison its TypeRow."""
+    """Rehearse the first update of a rank.
+
+    Returns:
+        Its RankRecord; with a comparison its TypeRow, unless a neighbour executes other operations.
+    """
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(job.world_size),
@@ -303,7 +332,9 @@ def rehearse(job: PlannedJob, rank: int, comparison: RankComparison | None = Non
         training.row.notes += notes
         with suppress(_EnoughError):
             training.run()
-        return training.record if comparison is None else training.row
+        if isinstance(recorder, Types) and not recorder.is_apart:
+            return training.row
+        return training.record
 
 
 class _Update(Training):
@@ -342,10 +373,8 @@ class _Update(Training):
                 wrapper.register_step_pre_hook(lambda _: update.look_at_gradients())
         recorder.is_on = True
         outputs = stepper.train(window)
-        recorder.is_on = False
+        recorder.end()
         self.record.operations = recorder.record
-        if isinstance(recorder, Types):
-            recorder.check_ended()
         if update is not None:
             assert stepper.optim is not None
             update.finish(outputs, [wrapper.optimizer for wrapper in stepper.optim.wrappers.values()])
@@ -516,7 +545,11 @@ class TypedUpdate:
             if apart and alike and apart[0] >= 0:
                 return types.where(apart[0])
         lines = [at for at in reversed(steps) if types.steps[at].line]
-        return next((types.where(at) for at in lines if types.steps[at].module), "") or types.where(lines[0]) if lines else ""
+        return (
+            next((types.where(at) for at in lines if types.steps[at].module), "") or types.where(lines[0])
+            if lines
+            else ""
+        )
 
     def _where_doubled(self, name: str, axes: int, start: Sequence[int]) -> str:
         types = self._types
