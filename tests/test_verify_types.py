@@ -7,11 +7,12 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from flextrain import ConfigError
 from flextrain.cli import main
 from flextrain.core.base.errors import StrategyError
-from flextrain.verify.type_rules import Axes
+from flextrain.verify.type_rules import Axes, Types, aligned, part, parted
 from flextrain.verify.types import TypeFault, TypeReport, TypeRow, verify_types
 
 from .planning.conftest import PLANS
@@ -169,6 +170,30 @@ def test_axes_are_cut_where_another_axis_ends() -> None:
     assert Axes.of(8, {}) == Axes(("data",), (8,), (1,))
     with pytest.raises(StrategyError, match="^verify.types: ep=6 ends inside of another axis"):
         Axes.of(24, {"dp_shard": 6, "tp": 4, "ep": 6})
+
+
+def test_operations_of_two_ranks_are_aligned() -> None:
+    one, two, three, more = (("aten::mm", 1), ("aten::add", 2), ("aten::sum", 3), ("aten::mul", 4))
+    assert aligned([one, two, three], [one, two, three]) == [one, two, three]
+    assert aligned([one, more, three], [one, three]) == [one, None, three]
+    assert aligned([one, two, three], [one, more, two, three]) == [one, None, three]
+
+
+def test_elements_keep_their_types_where_they_are_moved() -> None:
+    with Types(Axes(("dp", "tp"), (4, 2), (2, 1)), 0, {}) as types:
+        shard, same, other = (torch.ones(2) for _ in range(3))
+        types.write(shard, part(0b10))
+        types.write(same, part(0))
+        types.is_on = True
+        flat = torch.cat([shard, same]).mul_(2.0)
+        first, second = flat.split(2)
+        product = first * second
+        second.copy_(shard)
+        other.add_(same.sum())
+        types.end()
+    assert [parted(types.kind_of(each)) for each in (first, second, product, other)] == [0b10, 0b10, 0b10, 0]
+    assert types.kind_of(other) == part(0)
+    assert [step.name for step in types.steps][:2] == ["aten::cat", "aten::mul_.Tensor"]
 
 
 def test_a_report_says_what_it_does_not_see() -> None:

@@ -22,6 +22,7 @@ from ..core.base.tensors import parts_of
 from ..core.comm.topology import Topology
 from ..core.device.precision import BATCH_NORM
 from ..core.torch_compat.torch_private import tree_flatten, with_values
+from ..optim.wrapper import OptimWrapper
 from ..plan.child import arguments_for
 from ..plan.ledger import Books, Ledger
 from ..plan.plan import PlannedJob
@@ -370,7 +371,7 @@ class _Update(Training):
             batches = self._comparison.batch(self.record.batch)
             update.begin([leaf for batch in window for leaf in _leaves(batch)], batches)
             for wrapper in stepper.optim.wrappers.values() if stepper.optim is not None else ():
-                wrapper.register_step_pre_hook(lambda _: update.look_at_gradients())
+                wrapper.register_step_pre_hook(update.look_at_gradients)
         recorder.is_on = True
         outputs = stepper.train(window)
         recorder.end()
@@ -408,8 +409,6 @@ class TypedUpdate:
         self._data = self._axes.along(topology.data.ranks) if topology.data.count > 1 else 0
         self._stages = sum(1 << i for i, name in enumerate(self._axes.names) if name == "pp")
         self._parts: dict[str, int] = {}
-        self._leaked = 0
-        self._seen: dict[tuple[str, str, int], int] = {}
 
     def begin(self, batch: Sequence[Tensor], differing: Sequence[int]) -> None:
         """Give what is there before the update its type; ``differing``: the axes along which each tensor of the batch differs."""
@@ -440,13 +439,12 @@ class TypedUpdate:
                     bits |= self._axes.along(torch.distributed.get_process_group_ranks(mesh.get_group(dim)))
         return bits
 
-    def look_at_gradients(self) -> None:
-        """Compare the types of gradients with those of their parameters; before they are clipped."""
+    def look_at_gradients(self, wrapper: OptimWrapper) -> None:
+        """Compare the types of gradients with those of their parameters, before ``wrapper`` clips them."""
         with looking():
             for name, parameter in self._module.named_parameters():
-                if parameter.grad is None or self._seen.get(("gradient", name, -1)):
+                if parameter.grad is None or name in self._row.types.get("gradient", {}):
                     continue
-                self._seen["gradient", name, -1] = 1
                 kinds = [self._types.kind_of(each) for each in parts_of(parameter.grad)]
                 kind = _either(kinds)
                 self._note("gradient", name, kind)
