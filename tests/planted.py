@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from flextrain.core.comm.topology import DataShard
 from flextrain.optim import gradients
 from flextrain.strategies.mesh import strategy as mesh
 from flextrain.strategies.mesh.context.context_parallel import Context
@@ -59,20 +58,28 @@ def column_input_gradient_not_summed(model: Build) -> None:
     local_tensors.LocalTensors._add_up = lambda self, gradient: gradient  # type: ignore[method-assign]
 
 
+def _instead_of_averages(make: Callable[[Any, Tensor, Any], None]) -> None:
+    """Let ``make(all_reduce, tensor, group)`` take the place of all-reduces that average: FSDP's over replicas."""
+
+    def changed(own: Any) -> Any:
+        def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+            return make(own, tensor, group) if op == dist.ReduceOp.AVG else own(tensor, op, group, async_op)
+
+        return all_reduce
+
+    _replace(dist, "all_reduce", changed)
+
+
 def gradient_not_averaged(model: Build) -> None:
-    DataShard.average = lambda self, tensors: None  # type: ignore[method-assign]
+    _instead_of_averages(lambda all_reduce, tensor, group: None)
 
 
 def gradient_summed_twice(model: Build) -> None:
-    def again(own: Any) -> Any:
-        def average(self: DataShard, tensors: list[Tensor]) -> None:
-            own(self, tensors)
-            for tensor in tensors:
-                dist.all_reduce(tensor, group=self.group)
+    def twice(all_reduce: Any, tensor: Tensor, group: Any) -> None:
+        all_reduce(tensor, dist.ReduceOp.AVG, group)
+        all_reduce(tensor, dist.ReduceOp.SUM, group)
 
-        return average
-
-    _replace(DataShard, "average", again)
+    _instead_of_averages(twice)
 
 
 def norm_gradient_not_summed(model: Build) -> None:

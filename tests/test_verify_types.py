@@ -93,8 +93,8 @@ FOUND: dict[str, tuple[list[str], str, int, TypeFault]] = {
     "dropout_apart": (PLAIN, "mesh:tp2", 2, TypeFault("loss", "", "tp", "missing", "layers.0.drop")),
     "sequence_loss_not_summed": (["plain"], "mesh:cp4", 4, TypeFault("loss", "", "cp", "missing")),
     "expert_gradient_averaged": (
-        ["mixture", "--strategy", "{'plan':{'layers.*.experts':'experts'}}"], "mesh:dp16xep4", 16,
-        TypeFault("gradient", "layers.0.experts.up", "dp_shard (inside ep)", "averaged", "layers.0.experts"),
+        ["mixtral"], "mesh:dp16xep4", 16,
+        TypeFault("gradient", "model.layers.0.mlp.experts.gate_up_proj", "dp_shard (inside ep)", "averaged", "model.layers.0.mlp.experts"),
     ),
     "norm_of_own_shards": (PLAIN, "mesh:tp2", 2, TypeFault("gradient norm", "", "tp", "missing")),
     "ties_not_summed": (
@@ -137,7 +137,7 @@ SOUND = {
     "sequences": (["plain", "--strategy", "{'sequence_parallel':True}"], "mesh:dp64xtp2", 128),
     "context": (["plain"], "mesh:cp4xdp16", 64),
     "context and tensors": (PLAIN, "mesh:cp2xdp16xtp2", 64),
-    "experts": (["mixture", "--strategy", "{'plan':{'layers.*.experts':'experts'}}"], "mesh:dp16xep4", 16),
+    "experts": (["mixtral"], "mesh:dp16xep4", 16),
     "replicas": (["plain"], "mesh:dp_replicate64", 64),
     "replicas of shards, accumulated": (["plain", "--accumulate", "2"], "mesh:dp_replicate8xdp_shard8", 64),
     "stages": (["plain_tied", "--accumulate", "2"], "mesh:pp2xdp_replicate32", 64),
@@ -202,8 +202,8 @@ def test_a_report_says_what_it_does_not_see() -> None:
     report = TypeReport("train.py", 2, [row])
     text = str(report)
     assert (
-        "mesh:tp2: gradient of norm.weight differs along tp, where it must be the same: a reduction over tp is missing, at "
-        "norm (model.py:3); 2 more"
+        "mesh:tp2: gradient of norm.weight differs along tp by what each process has of its own: a reduction over tp is missing, "
+        "at norm (model.py:3); 2 more"
     ) in text
     assert "Not seen: factors" in text
     assert "1 part (tp)" in text

@@ -82,7 +82,7 @@ class TypeFault:
 
     def __str__(self) -> str:
         said = {
-            "missing": f"differs along {self.axis}, where it must be the same: a reduction over {self.axis} is missing",
+            "missing": f"differs along {self.axis} by what each process has of its own: a reduction over {self.axis} is missing",
             "doubled": f"was added up over {self.axis} although all had the same: a reduction over {self.axis} is doubled",
             "averaged": f"is the same along {self.axis}, where the processes have different parts of the parameter",
         }[self.kind]
@@ -360,25 +360,27 @@ class _Update(Training):
 
     def _made(self, ledger: Ledger, stepper: Stepper, window: list[Any], model: nn.Module) -> Books:
         topology, module, recorder = self.strategy.topology, self.strategy.module, self._recorder
+        assert stepper.optim is not None
+        wrappers = [*stepper.optim.wrappers.values()]
         self.record.sizes = {axis: size for axis, (_, size) in topology.axes.items()}
-        self.record.names = [name for name, _ in module.named_parameters()]
+        parameters = dict(self.strategy.parameters())
+        self.record.names = [*parameters]
         recorder.name_modules(module)
         torch.manual_seed(0)  # as in a run: ranks with the same samples draw the same
         update = None
         if isinstance(recorder, Types):
             assert self._comparison is not None
-            update = TypedUpdate(recorder, self._comparison, topology, module, self.row)
+            update = TypedUpdate(recorder, self._comparison, topology, module, parameters, self.row)
             batches = self._comparison.batch(self.record.batch)
             update.begin([leaf for batch in window for leaf in _leaves(batch)], batches)
-            for wrapper in stepper.optim.wrappers.values() if stepper.optim is not None else ():
+            for wrapper in wrappers:
                 wrapper.register_step_pre_hook(update.look_at_gradients)
         recorder.is_on = True
         outputs = stepper.train(window)
         recorder.end()
         self.record.operations = recorder.record
         if update is not None:
-            assert stepper.optim is not None
-            update.finish(outputs, [wrapper.optimizer for wrapper in stepper.optim.wrappers.values()])
+            update.finish(outputs, [wrapper.optimizer for wrapper in wrappers])
         raise _EnoughError
 
 
@@ -398,14 +400,21 @@ class TypedUpdate:
     Args:
         types: follows the operations.
         comparison: of this rank with its neighbours.
+        parameters: by name.
         row: where faults and types go.
     """
 
     def __init__(
-        self, types: Types, comparison: RankComparison, topology: Topology, module: nn.Module, row: TypeRow
+        self,
+        types: Types,
+        comparison: RankComparison,
+        topology: Topology,
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        row: TypeRow,
     ) -> None:
         self._types, self._axes, self._row, self._module = types, comparison.axes, row, module
-        self._comparison, self._topology = comparison, topology
+        self._comparison, self._parameters = comparison, parameters
         self._data = self._axes.along(topology.data.ranks) if topology.data.count > 1 else 0
         self._stages = sum(1 << i for i, name in enumerate(self._axes.names) if name == "pp")
         self._parts: dict[str, int] = {}
@@ -420,7 +429,7 @@ class TypedUpdate:
         with looking():
             for leaf, bits in zip(batch, differing, strict=True):
                 types.write(leaf, own(self._data | bits))
-            for name, parameter in self._module.named_parameters():
+            for name, parameter in self._parameters.items():
                 self._parts[name] = bits = self._parts_of(name, parameter)
                 for each in parts_of(parameter):
                     types.write(each, part(bits))
@@ -442,7 +451,7 @@ class TypedUpdate:
     def look_at_gradients(self, wrapper: OptimWrapper) -> None:
         """Compare the types of gradients with those of their parameters, before ``wrapper`` clips them."""
         with looking():
-            for name, parameter in self._module.named_parameters():
+            for name, parameter in self._parameters.items():
                 if parameter.grad is None or name in self._row.types.get("gradient", {}):
                     continue
                 kinds = [self._types.kind_of(each) for each in parts_of(parameter.grad)]
@@ -475,9 +484,9 @@ class TypedUpdate:
             leaked = {fault.axis for fault in self._row.faults if fault.what.startswith("loss")}
             self._row.faults += [fault for fault in gradients if not (fault.kind == "missing" and fault.axis in leaked)]
             reported = {fault.axis for fault in self._row.faults}
-            names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+            names = {id(parameter): name for name, parameter in self._parameters.items()}
             before, self._row.faults = self._row.faults, []
-            for name, parameter in self._module.named_parameters():
+            for name, parameter in self._parameters.items():
                 kind = _either(types.kind_of(each) for each in parts_of(parameter))
                 start = [step for each in parts_of(parameter) for step in types.writers(each)]
                 self._check("parameter", name, kind, self._parts[name], start)
