@@ -426,7 +426,8 @@ class Types(OperationRecorder):
                 for one in (*written, *results):
                     self._set(one, kind)
             return
-        outs = changed or _tensors(result)
+        storages = {id(each.untyped_storage()) for each in changed}
+        outs = [*changed, *(each for each in _tensors(result) if id(each.untyped_storage()) not in storages)]
         out_only = "out" in kwargs
         given = _tensors(args) if out_only else _tensors((args, kwargs))
         if name.endswith(("s_like", "full_like", "empty_like", "rand_like", "randn_like")) or name.startswith("new_"):
@@ -449,10 +450,9 @@ class Types(OperationRecorder):
         found = self._scaled(name, args, found, given)
         for each in outs:
             value = found if isinstance(found, int) or found.shape == each.shape else _union(found)
-            value = value | extra
-            if not (each.dtype.is_floating_point or each.dtype.is_complex):
-                value = value & ~(_ALL << _TIMES) if each.dtype == torch.bool else value
-            self._set(each, value)
+            if each.dtype == torch.bool:  # of a comparison, as with zero
+                value = value & ~(_ALL << _TIMES)
+            self._set(each, value | extra)
 
     def _set(self, tensor: Tensor, kind: Kind) -> None:
         self.write(tensor, kind, self._number)
