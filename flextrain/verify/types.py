@@ -536,8 +536,8 @@ class TypedUpdate:
             self._row.faults.append(TypeFault(what, name, self._axes.names[i], kind, where))
 
     def _where(self, what: str, name: str, axes: int, start: Sequence[int]) -> str:
-        if name:
-            return self._line_of(name)
+        if name or what == "gradient norm":  # which is made of all gradients, outside of the model
+            return self._line_of(name) if name else ""
         types = self._types
         steps = types.chain(start, lambda kind: (owned(kind) | parted(kind)) & axes)
         for at in steps:
@@ -561,7 +561,7 @@ class TypedUpdate:
     def _where_doubled(self, name: str, axes: int, start: Sequence[int]) -> str:
         types = self._types
         for at in types.chain(start, lambda kind: times(kind) & axes):
-            if types.steps[at].sums_same & axes:
+            if types.steps[at].sums_same & axes and (types.steps[at].module or not name):
                 return types.where(at)
         return self._line_of(name) if name else ""
 
