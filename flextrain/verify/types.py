@@ -251,7 +251,8 @@ def _compared(job: PlannedJob, rehearsed: Callable[..., Any]) -> TypeRow:
             found = rehearsed(rank, RankComparison(axes, neighbours[rank], shared, alike))
         row.operations += found.operations
         row.notes += [note for note in found.notes if note not in row.notes]
-        row.faults += [fault for fault in found.faults if fault not in row.faults]
+        known = {(fault.what, fault.name, fault.axis, fault.kind) for fault in row.faults}  # on the other stage
+        row.faults += [f for f in found.faults if (f.what, f.name, f.axis, f.kind) not in known]
         for what, types in found.types.items():
             row.types.setdefault(what, {}).update(types)
     row.status = "faulty" if row.faults else "sound"
