@@ -249,6 +249,10 @@ def _compared(job: PlannedJob, rehearsed: Callable[..., Any]) -> TypeRow:
                     )
             alike = {i: aligned(found.operations, other) for i, other in operations.items()}
             found = rehearsed(rank, RankComparison(axes, neighbours[rank], shared, alike))
+            if isinstance(found, RankRecord):
+                raise StrategyError(
+                    f"verify.types: rank {rank} executes other operations each time, and types can only follow what is the same"
+                )
         row.operations += found.operations
         row.notes += [note for note in found.notes if note not in row.notes]
         known = {(fault.what, fault.name, fault.axis, fault.kind) for fault in row.faults}  # on the other stage
