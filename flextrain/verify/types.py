@@ -328,11 +328,7 @@ def rehearse(job: PlannedJob, rank: int, comparison: RankComparison | None = Non
         with found.building():
             given = stack.enter_context(runner_arguments(job.script, job.arguments))
         arguments, notes = arguments_for(job, given)
-        recorder = (
-            OperationRecorder()
-            if comparison is None
-            else Types(comparison.axes, rank, {i: record.operations for i, record in comparison.neighbours.items()})
-        )
+        recorder = OperationRecorder() if comparison is None else Types(comparison.axes, rank, comparison.operations)
         stack.enter_context(recorder)
         training = _Update(arguments, job, found, recorder, comparison)
         training.row.notes += notes
