@@ -286,3 +286,11 @@ def _as_main(module: types.ModuleType, argv: list[str]) -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"], sys.argv, sys.path[:] = before
+
+
+def without_workers(cfg: Any) -> Any:
+    """``cfg`` without workers: data is read in the training process, whose random numbers are known."""
+    if not isinstance(cfg, Mapping):
+        return cfg
+    of_workers = ("num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context")
+    return {key: value for key, value in cfg.items() if key not in of_workers}

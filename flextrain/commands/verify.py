@@ -23,10 +23,15 @@ With --simulate 16, one process computes what 16 processes would, rank after ran
 the same numbers that gloo computes, added in the order of the ranks. Modules that the script imports, and their
 variables, are then shared by all ranks. DeepSpeed cannot be simulated.
 
+With --types, nothing is trained: one update is followed at the real number of processes, say 4096, without running it on
+them. For every tensor it is found along which axes of the mesh processes have the same, data of their own, parts, or
+terms of a sum; a missing or doubled reduction is named with module and line. It does not compare numbers; what it
+cannot see is listed. Give a small model of the real structure: sizes of layers do not matter, but that axes divide them.
+
 The allowed relative difference is 1e-5 in float32, and a few roundings in bfloat16 and float16. It is larger where one
 device with the same batches in parts, or in float64, differs too: up to 10 times that difference.
 
-Exit status: 0 all strategies agree, 1 one differs, 2 one could not run."""
+Exit status: 0 all strategies agree, 1 one differs, 2 one could not run; with --types 1 if one has a fault."""
 
 
 def add(commands: Any) -> None:
@@ -54,9 +59,14 @@ def add(commands: Any) -> None:
         help="instead of processes: threads of one process that take turns, many more than the machine has room for; on "
         "the CPU",
     )
-    command.add_argument("--steps", type=int, metavar="N", default=20, help="number of updates; default: 20")
     command.add_argument(
-        "--device", default="cpu", help="cpu, or a type of accelerator, with one device per process; default: cpu"
+        "--types",
+        action="store_true",
+        help="follow what is the same, own or a part along each axis, at any number of processes; nothing is trained",
+    )
+    command.add_argument("--steps", type=int, metavar="N", help="number of updates; default: 20")
+    command.add_argument(
+        "--device", metavar="DEVICE", help="cpu, or a type of accelerator, with one device per process; default: cpu"
     )
     command.add_argument("--tolerance", type=float, help="allowed relative difference; default: depends on the dtype")
     command.add_argument(
@@ -80,18 +90,42 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"verify.processes: {arguments.processes} was given with --simulate {ranks}, give one of them"
         )
+    if arguments.types:
+        for key, value in _of_trainings(arguments).items():
+            if value is not None:
+                raise ConfigError(
+                    f"verify.{key}: {value} has no effect with --types, which trains nothing; leave it out"
+                )
     with Console(stderr=True, markup=False, emoji=False).status("Starting processes") as status:
-        report = verify(
-            arguments.script,
-            names,
-            arguments=arguments.script_arguments,
-            processes=ranks if ranks is not None else 2 if arguments.processes is None else arguments.processes,
-            simulate=ranks is not None,
-            steps=arguments.steps,
-            device=arguments.device,
-            tolerance=arguments.tolerance,
-            timeout_s=arguments.timeout,
-            on_progress=lambda what: status.update(Text(f"Training: {what}")),
-        )
+        report: Any
+        if arguments.types:
+            from ..verify.types import verify_types
+
+            report = verify_types(
+                arguments.script,
+                names,
+                arguments=arguments.script_arguments,
+                processes=2 if arguments.processes is None else arguments.processes,
+                timeout_s=arguments.timeout,
+                on_progress=lambda what: status.update(Text(f"Following: {what}")),
+            )
+        else:
+            report = verify(
+                arguments.script,
+                names,
+                arguments=arguments.script_arguments,
+                processes=ranks if ranks is not None else 2 if arguments.processes is None else arguments.processes,
+                simulate=ranks is not None,
+                steps=20 if arguments.steps is None else arguments.steps,
+                device="cpu" if arguments.device is None else arguments.device,
+                tolerance=arguments.tolerance,
+                timeout_s=arguments.timeout,
+                on_progress=lambda what: status.update(Text(f"Training: {what}")),
+            )
     print_json(report.as_json()) if arguments.json else console().print(report)
-    return report.exit_status
+    return int(report.exit_status)
+
+
+def _of_trainings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options that say how it is trained."""
+    return {key: getattr(arguments, key) for key in ("simulate", "steps", "device", "tolerance")}

@@ -39,7 +39,7 @@ from ..runner.transforms.chunked_loss import head_of
 from ..strategies.base import Strategy
 from ..strategies.parts import note_initialised, pipeline_of, rehearsed
 from ..strategies.recomputation import repeated_blocks
-from ..verify.parity import without_workers
+from ..user_script import without_workers
 from .checkpoint import Share, share_of
 from .ledger import EXECUTED, REPEATED, Books, Ledger, Network, are_alike, reckoned
 from .plan import PipelineOrder, PlannedJob, RankPlan, Recipe

@@ -32,7 +32,7 @@ from ..testing.differences import multiple, relative_difference, small_scales
 from ..testing.loop import alone, environ
 from ..testing.sessions import REFERENCE, whole_state
 from ..testing.simulation import simulate
-from ..user_script import runner_arguments
+from ..user_script import runner_arguments, without_workers
 
 # Make the same global batches for one process and for several, from the user's own dataloader.
 
@@ -149,14 +149,6 @@ class ShardOf:
         part = samples[index * size : (index + 1) * size] if size else samples
         batch = self.collate(part)
         return cast_tensors(batch, torch.float64) if self.exact else batch
-
-
-def without_workers(cfg: Any) -> Any:
-    """``cfg`` without workers: data is read in the training process, whose random numbers are known."""
-    if not isinstance(cfg, Mapping):
-        return cfg
-    of_workers = ("num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context")
-    return {key: value for key, value in cfg.items() if key not in of_workers}
 
 
 # The gradient norm is computed only with clipping; this limit is never reached.

@@ -24,6 +24,7 @@ from ....core.base.trees import tree_map_only
 from ....core.torch_compat.dtensor_private import gradient_of, local_tensor
 from ....core.torch_compat.torch_private import (
     has_values,
+    is_fake,
     repeating_in,
     tree_flatten,
     version_of,
@@ -237,7 +238,8 @@ class _Planned:
 
 def _is_torchs_linear(module: nn.Module) -> bool:
     own = module.parameters(recurse=False)
-    return type(module).forward is nn.Linear.forward and all(type(each) in (Tensor, nn.Parameter) for each in own)
+    ordinary = all(type(each) in (Tensor, nn.Parameter) or is_fake(each) for each in own)
+    return ordinary and type(module).forward is nn.Linear.forward
 
 
 class _LocalLinear(_Planned):
