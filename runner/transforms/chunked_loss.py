@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...core.base.errors import ConfigError, StrategyError, suggest
 from ...core.base.registry import TRANSFORMS
+from ...core.base.tensors import size_text
 from ...core.base.trees import tree_map_only
 from ...core.model.logits import Deferred, Logits, is_deferred
 from ...core.torch_compat.torch_private import tree_flatten
@@ -94,6 +96,30 @@ def head_of(model: nn.Module) -> nn.Module | None:
     asked = getattr(model, "get_output_embeddings", None)
     found = asked() if callable(asked) else None
     return found if isinstance(found, nn.Module) else None
+
+
+_LARGE = 512 * 2**20
+
+
+def large_logits(model: nn.Module, batch: Any) -> str:
+    """Return a line on the logits of a batch, if they take more than 512 MiB in float32 and all of them are made; otherwise "".
+
+    Args:
+        model: any; of those that do not say which module makes their logits, nothing is known.
+        batch: a micro-batch, whose ``labels`` are of tokens.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    head = head_of(model)
+    words = getattr(head, "out_features", None)
+    if head is None or is_deferred(head) or not isinstance(words, int) or not isinstance(labels, Tensor):
+        return ""
+    if labels.is_floating_point() or labels.ndim < 2 or (size := labels.numel() * words * 4) <= _LARGE:
+        return ""
+    tokens = " x ".join(f"{each:,}" for each in labels.shape)
+    return (
+        f"model: logits of {tokens} x {words:,} take {size_text(size)} in float32, several times over with their gradients; "
+        'transforms=[dict(type="ChunkedLoss")] computes some tokens at a time, with equal losses'
+    )
 
 
 class _Gone:
