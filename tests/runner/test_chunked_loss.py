@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from flextrain import ConfigError, FlexibleRunner, StrategyError
 from flextrain.core.model import logits as module
 from flextrain.core.torch_compat.torch_private import tree_flatten
-from flextrain.runner.transforms.chunked_loss import ChunkedLoss
+from flextrain.runner.transforms.chunked_loss import ChunkedLoss, large_logits
 
 WORDS, WIDTH, ROWS, CHUNK = 97, 8, (4, 10), 6
 
@@ -390,6 +390,23 @@ def test_a_run_trains_the_same_and_evaluates(tmp_path: Any) -> None:
         found.append([each.detach().clone() for each in model.parameters()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+class Said(Speaker):
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def test_large_logits_are_told() -> None:
+    model = Said(LOSSES["flat"])
+    labels = torch.zeros(8, 200_000, dtype=torch.long)
+    line = large_logits(model, {"labels": labels})
+    assert line.startswith("model: logits of 8 x 200,000 x 97 take 592 MiB in float32")
+    for batch in ({"labels": labels[:, :1000]}, {"labels": labels.float()}, {"words": labels}, (labels,)):
+        assert not large_logits(model, batch)
+    assert not large_logits(Speaker(LOSSES["flat"]), {"labels": labels})
+    ChunkedLoss(CHUNK)(model)
+    assert not large_logits(model, {"labels": labels})
 
 
 def runner(folder: Any, *transforms: Any, **more: Any) -> FlexibleRunner:
