@@ -231,8 +231,9 @@ Z_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "transposed": lambda x, y: LOSSES["transposed"](x, y) + squares(x, y).mean(),
     "sum": lambda x, y: LOSSES["sum"](x, y) + squares(x, y).sum(),
     "smooth": lambda x, y: LOSSES["smooth"](x, y) + squares(x, y).mean(),
-    "weighted": lambda x, y: LOSSES["weighted"](x, y)
-    + (squares(x, y) * (share := WEIGHT[y[y != -100]])).sum() / share.sum(),
+    "weighted": lambda x, y: (
+        LOSSES["weighted"](x, y) + (squares(x, y) * (share := WEIGHT[y[y != -100]])).sum() / share.sum()
+    ),
     "capped": lambda x, y: LOSSES["capped"](x, y) + squares(torch.tanh(x / 3.0).mul(3.0), y).mean(),
 }
 
@@ -272,7 +273,9 @@ def test_an_evaluation_without_logits() -> None:
         found = model(*data())
     assert largest.words <= CHUNK * WORDS
     torch.testing.assert_close(found["loss"], whole(*data())["loss"], rtol=1e-12, atol=1e-12)
-    with pytest.raises(StrategyError, match="the logits of an evaluation are gone after the loss; give it evaluation_logits=True"):
+    with pytest.raises(
+        StrategyError, match="the logits of an evaluation are gone after the loss; give it evaluation_logits=True"
+    ):
         torch.argmax(found["logits"], -1)
     model.says = lambda x, y: y.sum()  # of no logits: without labels a model gives them all, as in generation
     with torch.no_grad():
