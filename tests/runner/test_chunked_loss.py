@@ -263,7 +263,8 @@ def test_large_logits_have_a_finite_z_loss() -> None:
     model = with_z(lambda x, y: LOSSES["flat"](x * 1e4, y))
     loss = model(*data())["loss"]
     loss.backward()
-    assert loss.isfinite() and all(each.grad is not None and each.grad.isfinite().all() for each in model.parameters())
+    assert loss.isfinite()
+    assert all(each.grad is not None and each.grad.isfinite().all() for each in model.parameters())
 
 
 def test_an_evaluation_without_logits() -> None:
