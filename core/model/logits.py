@@ -34,6 +34,21 @@ RowsOf = Callable[[Tensor, int], Tensor]
 """Computes a value for each row of a chunk; the second argument is the chunk's number."""
 
 
+@dataclass(eq=False)
+class ZLoss:
+    """What is added to each cross entropy of training: ``weight`` times the square of the logits' logsumexp.
+
+    Attributes:
+        weight: of a token's square, beside its cross entropy.
+        is_added: whether a cross entropy of these logits has it.
+
+    Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, section 5.
+    """
+
+    weight: float
+    is_added: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class OutputHead:
     """How logits are made of hidden states.
@@ -47,6 +62,7 @@ class OutputHead:
         uses: how many rows were computed at each use; of all logits that were made of the same.
         weights: the parameters when the layer was called.
         is_detached: whether no gradient goes through it.
+        z_loss: what cross entropies have beside; None: nothing.
     """
 
     layer: nn.Module
@@ -57,6 +73,7 @@ class OutputHead:
     uses: list[int] = field(default_factory=list)
     weights: tuple[Tensor, ...] = ()
     is_detached: bool = False
+    z_loss: ZLoss | None = None
 
     def check(self) -> None:
         """Raise StrategyError if the strategy has taken the weights away."""
@@ -236,16 +253,24 @@ class Deferred:
     Args:
         layer: the head.
         chunk: rows whose logits exist at a time.
+        z_loss: weight of the z-loss; 0: none.
+
+    Attributes:
+        latest: the z-loss of the logits of the last call; None: they have none.
     """
 
-    def __init__(self, layer: nn.Module, chunk: int) -> None:
-        self._layer, self._chunk = layer, chunk
+    def __init__(self, layer: nn.Module, chunk: int, z_loss: float = 0.0) -> None:
+        self._layer, self._chunk, self._z_loss = layer, chunk, z_loss
         self._is_last = True
+        self.latest: ZLoss | None = None
 
     def __call__(self, hidden: Tensor) -> Any:
         """Return logits of shape (..., words) for hidden states of shape (..., features)."""
         forward = partial(type(self._layer).forward, self._layer)
-        head = OutputHead(self._layer, forward, self._chunk, weights=tuple(self._layer.parameters()))
+        self.latest = ZLoss(self._z_loss) if self._z_loss and torch.is_grad_enabled() else None
+        head = OutputHead(
+            self._layer, forward, self._chunk, weights=tuple(self._layer.parameters()), z_loss=self.latest
+        )
         return Logits.of(head, hidden) if self._is_last else _Later(head=head, hidden=hidden)
 
     def come_last(self) -> None:
@@ -528,9 +553,20 @@ def _cross_entropy(logits: Logits, name: str, function: Any, args: Any, kwargs: 
     if weight is not None:
         given["weight"] = weight.to(wide)
     operands = [flat] if weight is None else [flat, given["weight"]]
-    losses = logits.rows(lambda rows, i: function(rows, parts[i], reduction="none", **given), wide, operands).reshape(
-        target.shape
-    )
+    z_loss = None if name != "cross_entropy" or logits._is_detached else logits._head.z_loss
+
+    def losses_of(rows: Tensor, i: int) -> Tensor:
+        found: Tensor = function(rows, parts[i], reduction="none", **given)
+        if z_loss is None:
+            return found
+        counts = (parts[i] != given["ignore_index"]).to(wide)
+        if weight is not None:
+            counts = counts * given["weight"][parts[i].clamp(0, rows.shape[-1] - 1)]
+        return found + z_loss.weight * counts * _log_sum(rows).square()
+
+    if z_loss is not None:
+        z_loss.is_added = True
+    losses = logits.rows(losses_of, wide, operands).reshape(target.shape)
     dtype = wide if torch.is_autocast_enabled(logits.device.type) else logits.dtype
     if reduction == "none":
         return losses.to(dtype)
@@ -539,6 +575,12 @@ def _cross_entropy(logits: Logits, name: str, function: Any, args: Any, kwargs: 
     counted = flat != given["ignore_index"]
     shares = counted if weight is None else given["weight"][flat.clamp(0, logits._sample.shape[-1] - 1)] * counted
     return (losses.sum() / shares.sum()).to(dtype)
+
+
+def _log_sum(rows: Tensor) -> Tensor:
+    """``logsumexp`` in steps that DTensors keep divided by words, where torch's would gather them."""
+    largest = rows.detach().amax(-1, keepdim=True)
+    return (rows - largest).exp().sum(-1).log() + largest.squeeze(-1)
 
 
 _POINTWISE = ("mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide", "divide", "multiply", "add", "__add__", "__radd__", "sub", "__sub__",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import inspect
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -215,6 +216,8 @@ class TrainLoop(BaseLoop):
         if not self._is_checked:
             self._is_checked = True
             runner.stepper.check(window, self.data.counted)
+            if "transformers" in sys.modules:  # of whose models it is known
+                self._tell_large_logits(window[0])
             shards = runner.strategy.topology.data.count
             self._means = UnequalMeans(shards) if shards > 1 or len(window) > 1 else None
         for hook in hooks.before_train_iter:
@@ -227,6 +230,12 @@ class TrainLoop(BaseLoop):
         self._iter = self._done
         if runner.stop_check is not None and not self.has_own_methods:
             runner.stop_check("update")
+
+    def _tell_large_logits(self, batch: Any) -> None:
+        from ..transforms.chunked_loss import large_logits
+
+        if line := large_logits(self._runner.strategy.module, batch):
+            self._runner.logger.info(line)
 
     # Batches, and updates by methods of a subclass
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...core.base.errors import ConfigError, StrategyError, suggest
 from ...core.base.registry import TRANSFORMS
+from ...core.base.tensors import size_text
 from ...core.base.trees import tree_map_only
 from ...core.model.logits import Deferred, Logits, is_deferred
+from ...core.torch_compat.torch_private import tree_flatten
 
 _AFTER = (
     "ChunkedLoss: the logits of training are gone after the loss; compute what needs them in the model's forward, or leave the "
     "transform out"
 )
+_AFTER_EVALUATION = "ChunkedLoss: the logits of an evaluation are gone after the loss; give it evaluation_logits=True"
 
 
 @TRANSFORMS.register_module()
@@ -29,28 +35,46 @@ class ChunkedLoss:
     Args:
         chunk: tokens whose logits exist at a time.
         head: name of the module that makes logits; default: what the model's ``get_output_embeddings()`` says.
+        z_loss: weight of the squared logsumexp of a token's logits, which is added to its cross entropy in training, and so is
+            summed, averaged and weighted as that is; evaluations have the cross entropy alone. PaLM has 1e-4.
+        evaluation_logits: False: where an evaluation computes the loss, its logits are not made whole and cannot be read.
 
     Raises:
-        ConfigError: there is no such module.
+        ConfigError: there is no such module, or a wrong number.
+        StrategyError: in training, if ``z_loss`` is given and the model's forward computes no ``cross_entropy`` of its logits.
 
-    Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.
+    Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024; z-loss: Chowdhery et al., "PaLM: Scaling
+    Language Modeling with Pathways", 2022.
 
     Example:
         transforms=[dict(type="ChunkedLoss", chunk=1024)]
     """
 
-    def __init__(self, chunk: int = 1024, head: str | None = None, *, where: str = "ChunkedLoss") -> None:
+    def __init__(
+        self,
+        chunk: int = 1024,
+        head: str | None = None,
+        z_loss: float = 0.0,
+        evaluation_logits: bool = True,
+        *,
+        where: str = "ChunkedLoss",
+    ) -> None:
         if type(chunk) is not int or chunk < 1:
             raise ConfigError(f"{where}.chunk: {chunk!r} is not allowed, give a number of tokens, 1 or more")
-        self._chunk, self._head, self._where = chunk, head, where
+        if type(z_loss) not in (int, float) or not 0 <= z_loss < math.inf:
+            raise ConfigError(f"{where}.z_loss: {z_loss!r} is not allowed, give a number, 0 or more, such as 1e-4")
+        if type(evaluation_logits) is not bool:
+            raise ConfigError(f"{where}.evaluation_logits: {evaluation_logits!r} is not allowed, give True or False")
+        self._chunk, self._head, self._z_loss, self._where = chunk, head, float(z_loss), where
+        self._keeps = evaluation_logits
 
     def __call__(self, module: nn.Module) -> None:
         """Change the head's forward in place."""
         head = self._found(module)
         if is_deferred(head):
             raise ConfigError(f"{self._where}: the model has a ChunkedLoss already, leave one out")
-        head.forward = Deferred(head, self._chunk)
-        module.register_forward_hook(_leave)
+        head.forward = Deferred(head, self._chunk, self._z_loss)
+        module.register_forward_hook(partial(_leave, head, self._keeps))
 
     def _found(self, model: nn.Module) -> nn.Module:
         if self._head is not None:
@@ -74,28 +98,71 @@ def head_of(model: nn.Module) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
+_LARGE = 512 * 2**20
+
+
+def large_logits(model: nn.Module, batch: Any) -> str:
+    """Return a line on the logits of a batch, if they take more than 512 MiB in float32 and all of them are made; otherwise "".
+
+    Args:
+        model: any; of those that do not say which module makes their logits, nothing is known.
+        batch: a micro-batch, whose ``labels`` are of tokens.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    head = head_of(model)
+    words = getattr(head, "out_features", None)
+    if head is None or is_deferred(head) or not isinstance(words, int) or not isinstance(labels, Tensor):
+        return ""
+    if labels.is_floating_point() or labels.ndim < 2 or (size := labels.numel() * words * 4) <= _LARGE:
+        return ""
+    tokens = " x ".join(f"{each:,}" for each in labels.shape)
+    return (
+        f"model: logits of {tokens} x {words:,} take {size_text(size)} in float32, several times over with their gradients; "
+        'transforms=[dict(type="ChunkedLoss")] computes some tokens at a time, with equal losses'
+    )
+
+
 class _Gone:
     """Stands where logits were: hooks run after the update, and strategies free weights before."""
+
+    def __init__(self, why: str) -> None:
+        self.__dict__["__why__"] = why
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise StrategyError(_AFTER)
+        raise StrategyError(vars(self)["__why__"])
 
     def __getitem__(self, index: Any) -> Any:
-        raise StrategyError(_AFTER)
+        raise StrategyError(vars(self)["__why__"])
 
     @classmethod
-    def __torch_function__(cls, *_: Any) -> Any:
-        raise StrategyError(_AFTER)
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        gone = [each for each in tree_flatten([args, kwargs or {}])[0] if isinstance(each, _Gone)]
+        raise StrategyError(vars(gone[0])["__why__"] if gone else _AFTER)
 
 
-def _leave(module: nn.Module, args: Any, output: Any) -> Any:
-    """What the model returns."""
+def _leave(head: nn.Module, keeps: bool, module: nn.Module, args: Any, output: Any) -> Any:
+    """What the model returns.
 
-    def left(logits: Logits) -> Any:
-        if not torch.is_grad_enabled():
-            return logits.whole()
-        return _Gone() if logits.is_used else logits
+    Args:
+        head: that makes the logits.
+        keeps: whether logits are whole in an evaluation that has computed a loss of them.
+        module: the model.
+        args: of its forward.
+        output: of its forward.
+    """
+    deferred = cast(Deferred, head.forward)
+    z_loss, deferred.latest = deferred.latest, None
+    if z_loss is not None and not z_loss.is_added:
+        raise StrategyError(
+            f"ChunkedLoss.z_loss: {type(module).__name__}.forward computes no cross_entropy of its logits, to which it could be added; "
+            "compute the loss there, or leave z_loss out"
+        )
 
-    return tree_map_only(Logits, left, output)
+    def found(logits: Logits) -> Any:
+        if torch.is_grad_enabled():
+            return _Gone(_AFTER) if logits.is_used else logits
+        return _Gone(_AFTER_EVALUATION) if logits.is_used and not keeps else logits.whole()
+
+    return tree_map_only(Logits, found, output)

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flextrain import SingleDeviceStrategy
 from flextrain.core.model import logits
@@ -39,9 +40,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def chunked(family: str, **options: Any) -> nn.Module:
+def chunked(family: str, chunk: int = 7, z_loss: float = 0.0, **options: Any) -> nn.Module:
     model = made(family, **options)
-    ChunkedLoss(7)(model)
+    ChunkedLoss(chunk, z_loss=z_loss)(model)
     return model
 
 
@@ -90,3 +91,67 @@ CASES = [
 @pytest.mark.parametrize("name, family", CASES)
 def test_trains_as_with_whole_logits(workers2: WorkerGroup, name: str, family: str) -> None:
     workers2.run(compare, STRATEGIES[name], family, FAMILIES[family])
+
+
+def compare_z_loss(spec: Mapping[str, Any], family: str) -> None:
+    """In a worker: train with a z-loss on one device, where it is that of whole logits, and under a strategy."""
+    single = spec["type"] == "DeepSpeedStrategy"
+    within = 1e-5 if single else 1e-12
+    losses = nullcontext if single else InFloat64
+    model = functools.partial(chunked, family, z_loss=0.1)
+    with dtype_of(torch.float32 if single else torch.float64), patch.object(test_divided_logits, "InFloat64", losses):
+        with alone():
+            expected, weights = trained(dict(type=SingleDeviceStrategy), model, 16)
+        trace, found = trained(spec, model, 16)
+    same_numbers(trace.losses, expected.losses, "the loss", within)
+    same_numbers(trace.grad_norms, expected.grad_norms, "the gradient norm", within)
+    same_tensors(found, weights, "final weights", within)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=[
+                *([] if name in ("tp2", "cp2") else [pytest.mark.full]),
+                *([pytest.mark.deepspeed] if name.startswith("zero") else []),
+            ],
+        )
+        for name in STRATEGIES
+    ],
+)
+def test_a_z_loss_counts_the_same_tokens(workers2: WorkerGroup, name: str) -> None:
+    workers2.run(compare_z_loss, STRATEGIES[name], "llama")
+
+
+class Gatherings(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the collectives that gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "allgather" in str(operation).replace("_", "")
+        return operation(*args, **(kwargs or {}))
+
+
+def gatherings(spec: Mapping[str, Any]) -> list[int]:
+    """In a worker: collectives that gather, with all tokens in one chunk and with ten chunks."""
+    found = []
+    for chunk in (1000, 7):
+        with patch.object(test_divided_logits, "InFloat64", nullcontext), Gatherings() as counted:
+            trained(spec, functools.partial(chunked, "llama", chunk), 16)
+        found.append(counted.count)
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "name", ["fsdp blocks", pytest.param("zero3", marks=[pytest.mark.full, pytest.mark.deepspeed])]
+)
+def test_chunks_gather_the_head_no_more_often(workers2: WorkerGroup, name: str) -> None:
+    for whole, by_chunks in workers2.run(gatherings, STRATEGIES[name]):
+        assert by_chunks == whole > 0

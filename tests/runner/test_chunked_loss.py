@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from flextrain import ConfigError, FlexibleRunner, StrategyError
 from flextrain.core.model import logits as module
 from flextrain.core.torch_compat.torch_private import tree_flatten
-from flextrain.runner.transforms.chunked_loss import ChunkedLoss
+from flextrain.runner.transforms.chunked_loss import ChunkedLoss, large_logits
 
 WORDS, WIDTH, ROWS, CHUNK = 97, 8, (4, 10), 6
 
@@ -216,6 +216,73 @@ def test_a_gradient_that_would_be_lost(doubled: Callable[[Tensor], Tensor]) -> N
         model(*data())["loss"].backward()
 
 
+def with_z(says: Callable[[Tensor, Tensor], Tensor], weight: float = 0.25) -> Speaker:
+    model = pair(says)[0]
+    ChunkedLoss(CHUNK, "head", z_loss=weight)(model)
+    return model
+
+
+def squares(x: Tensor, y: Tensor) -> Tensor:
+    return 0.25 * x.flatten(0, 1).logsumexp(-1).square()[y.flatten() != -100]
+
+
+Z_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "flat": lambda x, y: LOSSES["flat"](x, y) + squares(x, y).mean(),
+    "transposed": lambda x, y: LOSSES["transposed"](x, y) + squares(x, y).mean(),
+    "sum": lambda x, y: LOSSES["sum"](x, y) + squares(x, y).sum(),
+    "smooth": lambda x, y: LOSSES["smooth"](x, y) + squares(x, y).mean(),
+    "weighted": lambda x, y: (
+        LOSSES["weighted"](x, y) + (squares(x, y) * (share := WEIGHT[y[y != -100]])).sum() / share.sum()
+    ),
+    "capped": lambda x, y: LOSSES["capped"](x, y) + squares(torch.tanh(x / 3.0).mul(3.0), y).mean(),
+}
+
+
+@pytest.mark.parametrize("name", Z_LOSSES)
+def test_the_z_loss_counts_the_tokens_of_the_cross_entropy(name: str) -> None:
+    """Beside whole logits, to whose loss it is added by hand."""
+    expected, found = pair(Z_LOSSES[name])[0], with_z(LOSSES[name])
+    losses = [each(*data())["loss"] for each in (expected, found)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=1e-12)
+    for loss in losses:
+        loss.backward()
+    for one, other in zip(expected.parameters(), found.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():  # an evaluation has the cross entropy alone
+        torch.testing.assert_close(found(*data())["loss"], pair(LOSSES[name])[0](*data())["loss"])
+
+
+@pytest.mark.parametrize("name", ["likelihood", "chosen"])
+def test_a_z_loss_without_a_cross_entropy_is_refused(name: str) -> None:
+    with pytest.raises(StrategyError, match=r"z_loss: Speaker.forward computes no cross_entropy of its logits"):
+        with_z(LOSSES[name])(*data())
+    with_z(LOSSES[name], 0.0)(*data())
+
+
+def test_large_logits_have_a_finite_z_loss() -> None:
+    model = with_z(lambda x, y: LOSSES["flat"](x * 1e4, y))
+    loss = model(*data())["loss"]
+    loss.backward()
+    assert loss.isfinite()
+    assert all(each.grad is not None and each.grad.isfinite().all() for each in model.parameters())
+
+
+def test_an_evaluation_without_logits() -> None:
+    whole, model = pair(LOSSES["flat"])[0], pair(LOSSES["flat"])[0]
+    ChunkedLoss(CHUNK, "head", evaluation_logits=False)(model)
+    with torch.no_grad(), Largest() as largest:
+        found = model(*data())
+    assert largest.words <= CHUNK * WORDS
+    torch.testing.assert_close(found["loss"], whole(*data())["loss"], rtol=1e-12, atol=1e-12)
+    with pytest.raises(
+        StrategyError, match="the logits of an evaluation are gone after the loss; give it evaluation_logits=True"
+    ):
+        torch.argmax(found["logits"], -1)
+    model.says = lambda x, y: y.sum()  # of no logits: without labels a model gives them all, as in generation
+    with torch.no_grad():
+        assert torch.equal(model(*data())["logits"], whole(*data())["logits"])
+
+
 def test_what_is_made_without_gradients_gives_none() -> None:
     def says(x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
@@ -301,6 +368,9 @@ def test_copies_have_their_own_head() -> None:
             {},
             r'transforms\[0\].head: Speaker does not say which module makes its logits, give its name, such as "lm_head"',
         ),
+        ({"z_loss": -1.0}, r"transforms\[0\].z_loss: -1.0 is not allowed, give a number, 0 or more, such as 1e-4"),
+        ({"z_loss": float("nan")}, r"transforms\[0\].z_loss: nan is not allowed"),
+        ({"evaluation_logits": 1}, r"transforms\[0\].evaluation_logits: 1 is not allowed, give True or False"),
         ({"size": 3}, r"transforms\[0\].size"),
     ],
 )
@@ -324,6 +394,23 @@ def test_a_run_trains_the_same_and_evaluates(tmp_path: Any) -> None:
         found.append([each.detach().clone() for each in model.parameters()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+class Said(Speaker):
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def test_large_logits_are_told() -> None:
+    model = Said(LOSSES["flat"])
+    labels = torch.zeros(8, 200_000, dtype=torch.long)
+    line = large_logits(model, {"labels": labels})
+    assert line.startswith("model: logits of 8 x 200,000 x 97 take 592 MiB in float32")
+    for batch in ({"labels": labels[:, :1000]}, {"labels": labels.float()}, {"words": labels}, (labels,)):
+        assert not large_logits(model, batch)
+    assert not large_logits(Speaker(LOSSES["flat"]), {"labels": labels})
+    ChunkedLoss(CHUNK)(model)
+    assert not large_logits(model, {"labels": labels})
 
 
 def runner(folder: Any, *transforms: Any, **more: Any) -> FlexibleRunner:
