@@ -76,6 +76,10 @@ class OptimizerAdapter:
         optimizer = self.optimizer_of(group)
         return self.name if optimizer is self.optimizer else type(optimizer).__name__
 
+    def looks_at_whole(self, group: Mapping[str, Any]) -> bool:
+        """Return whether it updates the parameters of a group as wholes, which their owners get from those that hold shards."""
+        return False
+
     @property
     def steps_in_parts(self) -> bool:
         """Whether an update calls ``step()`` several times, with tensors that stand in for some of the parameters."""
@@ -88,6 +92,10 @@ class OptimizerAdapter:
     def empty_state(self, parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """Return an empty tensor for state that is laid out in another way than the parameter; None if it is not."""
         return None
+
+    def state_at_owner(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a parameter that a checkpoint filled, on the device where this process updates the parameter."""
+        return dict(state)
 
     def check(self, model: nn.Module) -> None:
         """Raise StrategyError if it cannot train the parameters of ``model`` on their device and in their layout."""
