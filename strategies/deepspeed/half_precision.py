@@ -133,7 +133,7 @@ _HOMES = {
 _ERROR_FEEDBACK = "keeps compression errors that differ by process and fit no checkpoint; choose FusedAdam or AdamW"
 _REFUSED = {
     **dict.fromkeys(("OnebitAdam", "OnebitLamb", "ZeroOneAdam"), _ERROR_FEEDBACK),
-    "MuonWithAuxAdam": "is made from DeepSpeed's own configuration only; choose Muon with others, under FSDP",
+    "MuonWithAuxAdam": "is made from DeepSpeed's own configuration only; choose Muon with others",
 }
 _REFUSED_ZERO = {
     "FusedLamb": "needs norms of whole parameters, ZeRO gives it shards; choose FusedAdam, or stage 0",

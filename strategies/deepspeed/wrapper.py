@@ -20,6 +20,7 @@ from ...core.comm import collectives as dist
 from ...core.comm.topology import DataShard
 from ...core.device.precision import Precision
 from ...optim import gradients
+from ...optim.adapters import wants_whole
 from ...optim.param_groups import make_for, make_groups
 from ...optim.wrapper import ClipGrad, OptimWrapper, StepInfo, in_strategy
 from ..gradient_hooks import HooksAfterBackward
@@ -376,6 +377,8 @@ class DeepSpeedOptimWrapper(OptimWrapper):
     _clips_here = False
     _norm: Tensor | None = None
     _update: BeforeUpdate | None = None
+    has_ranges = False
+    """Whether the engine gives the optimizer ranges of flattened parameters, as stages 1 to 3 do."""
 
     @classmethod
     def of(cls, asked: OptimWrapper, precision: Precision, accumulate: int) -> DeepSpeedOptimWrapper:
@@ -413,6 +416,10 @@ class DeepSpeedOptimWrapper(OptimWrapper):
                     f"{self.where}.optimizer: {type(self.optimizer).__name__} keeps parameters and gradients in memory of "
                     "its own, and so does DeepSpeed; choose one of torch's optimizers"
                 )
+
+    @property
+    def _steps_in_parts(self) -> bool:
+        return self.has_ranges and wants_whole(type(self.optimizer))
 
     def _make(self, model: nn.Module) -> Optimizer:
         with engine_internals.whole_shapes(model):
