@@ -15,7 +15,7 @@ from ..core.base.errors import ConfigError
 from ..core.base.registry import OPTIMIZERS
 from .adapters import OF_OTHERS
 from .matrices import matrices_of
-from .owners import Chunk, Matrix, OwnerExchange, Plans, exchanges, held_as, own_gradient, own_part
+from .owners import Chunk, Matrix, OwnerExchange, Plans, exchanges, held_as, own_gradient, own_tensor
 
 AdjustLR = Literal["original", "match_rms_adamw", "spectral_unclamped"]
 _MEGABYTE = 2**20
@@ -214,11 +214,11 @@ def _begin(optimizer: Muon, parameter: Tensor, group: dict[str, Any]) -> _Update
     assert parameter.grad is not None
     if parameter.grad.is_sparse:
         raise RuntimeError("Muon takes dense gradients only, leave parameters with sparse ones to others")
-    weights, grad = own_part(parameter), own_gradient(parameter)
+    weights, grad = own_tensor(parameter), own_gradient(parameter)
     state = optimizer.state[parameter]
     if "momentum_buffer" not in state:
         state["momentum_buffer"] = held_as(parameter, torch.zeros_like(grad, memory_format=torch.preserve_format))
-    buffer = own_part(state["momentum_buffer"])
+    buffer = own_tensor(state["momentum_buffer"])
     buffer.lerp_(grad, 1 - group["momentum"])
     weights.mul_(1 - float(group["lr"]) * group["weight_decay"])
     return _Update(group, weights, grad, buffer)

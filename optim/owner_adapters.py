@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..core.base.errors import StrategyError
 from .adapters import NOTHING, OF_OTHERS, OptimizerAdapter
 from .matrices import STRUCTURE
-from .owners import Chunk, Matrix, OwnerExchange, Plans, device_of, exchanges, is_shard, own_gradient, own_part
+from .owners import Chunk, Matrix, OwnerExchange, Plans, device_of, exchanges, is_shard, own_gradient, own_tensor
 
 # Muon, whose other optimizer steps as it would alone.
 
@@ -153,7 +153,7 @@ class WholeAdapter(OptimizerAdapter):
         trained = {id(p) for own in members for p in own if is_shard(p) and p.grad is not None}
 
         def give(matrix: Matrix, chunk: Chunk) -> list[Tensor]:
-            return [chunk.of(own_part(matrix.parameter)), chunk.of(own_gradient(matrix.parameter))]
+            return [chunk.of(own_tensor(matrix.parameter)), chunk.of(own_gradient(matrix.parameter))]
 
         def compute(found: list[tuple[Matrix, list[Tensor]]]) -> list[Tensor]:
             wholes = {id(matrix.parameter): _with_gradient(*given) for matrix, given in found}
@@ -162,7 +162,7 @@ class WholeAdapter(OptimizerAdapter):
             return [wholes[id(matrix.parameter)].detach() for matrix, _ in found]
 
         def take(matrix: Matrix, chunk: Chunk, values: Tensor) -> None:
-            chunk.of(own_part(matrix.parameter)).copy_(values)
+            chunk.of(own_tensor(matrix.parameter)).copy_(values)
 
         def step_with(stand_in: Callable[[Tensor], Tensor | None]) -> None:
             """Step the parameters that have a stand-in, each by it; groups begin each time as before the update."""

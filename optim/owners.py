@@ -37,7 +37,7 @@ def is_shard(parameter: Tensor) -> bool:
     return isinstance(parameter, (DTensor, FlatShard))
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def own_tensor(tensor: Tensor) -> Tensor:
     """Return the tensor of what this process holds."""
     if isinstance(tensor, DTensor):
         return local_tensor(tensor)
@@ -47,7 +47,7 @@ def own_part(tensor: Tensor) -> Tensor:
 def own_gradient(parameter: Tensor) -> Tensor:
     """Return what this process holds of a parameter's gradient, which must be there."""
     assert parameter.grad is not None
-    return local_part(parameter.grad, parameter) if isinstance(parameter, DTensor) else own_part(parameter.grad)
+    return local_part(parameter.grad, parameter) if isinstance(parameter, DTensor) else own_tensor(parameter.grad)
 
 
 def held_as(parameter: Tensor, own: Tensor) -> Tensor:
@@ -86,17 +86,17 @@ class Chunk:
     """What a process holds of a matrix: the indices in the process's own tensor, and in the matrix.
 
     Attributes:
-        box: of a FlatShard, where the chunk that ``own`` counts in begins in the process's own tensor, and its sizes.
+        within: of a FlatShard, where the chunk that ``own`` counts in begins in the process's own tensor, and its sizes.
     """
 
     own: Spans
     matrix: Spans
-    box: tuple[int, tuple[int, ...]] | None = None
+    within: tuple[int, tuple[int, ...]] | None = None
 
     def of(self, own: Tensor) -> Tensor:
         """Return the view of a process's own tensor."""
-        if self.box is not None:
-            begin, sizes = self.box
+        if self.within is not None:
+            begin, sizes = self.within
             own = own.narrow(0, begin, math.prod(sizes)).view(sizes)
         return _view(own, self.own)
 
@@ -228,8 +228,8 @@ def _cut(held: Sequence[_Held], matrix: Spans) -> list[Chunk]:
                 own.append((at + low - begin, high - low))
                 inside.append((low - first, high - low))
         if len(own) == len(matrix):
-            box = None if each.begin is None else (each.begin, tuple(length for _, length in each.whole))
-            found.append(Chunk(tuple(own), tuple(inside), box))
+            within = None if each.begin is None else (each.begin, tuple(length for _, length in each.whole))
+            found.append(Chunk(tuple(own), tuple(inside), within))
     return found
 
 

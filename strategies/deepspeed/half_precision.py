@@ -191,11 +191,11 @@ def check_supported(wrapper: OptimWrapper, stage: int) -> None:
         return
     if wrapper.adapter.takes_shards:
         return
+    divided = [not (stage and wrapper.adapter.looks_at_whole(group)) for group in optimizer.param_groups]
+    kind = type(wrapper.adapter.optimizer_of(optimizer.param_groups[divided.index(True)]))
     samples = Samples.like(
         optimizer, lambda parameter: getattr(parameter, "ds_shape", getattr(parameter, "whole_shape", parameter.shape))
-    )
-    if stage:
-        samples = samples.of([not wrapper.adapter.looks_at_whole(group) for group in optimizer.param_groups])
+    ).of(divided)
     with with_values():
         reason = (why_not_flat_shards if stage else why_not_usable)(wrapper.make_another, samples)
     if reason and stage == 0:

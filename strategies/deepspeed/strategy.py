@@ -60,7 +60,7 @@ from .half_precision import (
 from .rehearsed import RehearsedZero
 from .split_init import SplitInit, restore_linear
 from .swap_files import SwapFiles
-from .whole_parameters import WholeParameters, check_offloading, looks_at_whole
+from .whole_parameters import SeenWhole, check_offloading, looks_at_whole
 from .wrapper import DeepSpeedOptimWrapper, UsedAlike, UsedByNobody
 
 logger = logging.getLogger("flextrain")
@@ -385,7 +385,7 @@ class DeepSpeedStrategy(Strategy):
             engine_internals.check_layout(fragments)
         if stage and looks_at_whole(self._wrapper):
             nobody = self._nobody
-            fragments = WholeParameters(
+            fragments = SeenWhole(
                 self._engine,
                 self._wrapper.adapter,
                 model,

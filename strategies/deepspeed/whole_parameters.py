@@ -39,7 +39,7 @@ def check_offloading(wrapper: OptimWrapper, zero: ZeroOptimization) -> None:
         raise StrategyError(f"{where}.ratio: {offload.ratio} is not possible with {kind}, leave it out")
 
 
-class WholeParameters:
+class SeenWhole:
     """Lets an optimizer in the engine of stage 1, 2 or 3 see whole parameters, where it looks at such.
 
     The engine steps one flat tensor after the other, with gradients that are reduced, clipped and without loss scale. Here the optimizer
@@ -94,7 +94,7 @@ class WholeParameters:
             self._step_flat(number)
             return
         unused, gradient = self._unused(), flat.grad
-        assert gradient is not None and self._adapter.optimizer is not None
+        assert gradient is not None
         for fragment, shard in self._seen[id(flat)]:
             assert fragment.offset is not None
             own = gradient.narrow(0, fragment.offset, fragment.numel)

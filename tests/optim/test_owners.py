@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,7 +17,8 @@ from flextrain.core.checkpoint.chunks import FlatShard, Ranges
 from flextrain.core.comm import collectives as dist
 from flextrain.optim.muon import Muon
 from flextrain.optim.owners import Matrix, OwnerExchange
-from flextrain.testing import WorkerGroup
+
+from ..conftest import WorkerFactory
 
 CPU = torch.device("cpu")
 SHAPES = ((7, 5), (6, 9), (4, 3, 5), (1, 8), (12, 2))
@@ -48,7 +50,6 @@ def test_an_owner_knows_every_element_once(monkeypatch: pytest.MonkeyPatch, coun
         lows = [draw.randrange(size) for size in shape]
         spans = tuple((low, draw.randint(1, size - low)) for low, size in zip(lows, shape, strict=True))
         matrix = Matrix(shards[0], spans)
-        OwnerExchange([matrix], torch.float64, 2**20)
         for rank in range(count):  # as the owner knows it
             monkeypatch.setattr("flextrain.optim.owners.index_among", lambda _, rank=rank: rank)
             OwnerExchange([matrix], torch.float64, 2**20)
@@ -75,8 +76,8 @@ def test_an_owner_knows_every_element_once(monkeypatch: pytest.MonkeyPatch, coun
 def muon_on_ranges(size: int) -> float:
     """The largest difference of Muon's weights from those of one device, after some updates."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    draw, rank = random.Random(5), dist.get_rank()
+    draw, rank = random.Random(5), int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=size, init_method="env://", timeout_s=60)
     torch.manual_seed(1)
     wholes = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in SHAPES]
     ends = [cuts(whole.numel(), size, draw) for whole in wholes]
@@ -90,15 +91,12 @@ def muon_on_ranges(size: int) -> float:
             shard.grad = shards_of(whole.grad, own, rank)
         alone.step()
         shared.step()
-    found = max(
-        float((s.full_tensor() - w.detach()).abs().max()) for s, w in zip(shards, wholes, strict=True)
-    )
+    found = max(float((s.full_tensor() - w.detach()).abs().max()) for s, w in zip(shards, wholes, strict=True))
     dist.destroy_process_group()
     return found
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_muon_of_ranges_is_that_of_one_device(workers: Any, size: int) -> None:
-    group: WorkerGroup = workers(size)
-    assert max(group.run(muon_on_ranges, size)) < 1e-12
+def test_muon_of_ranges_is_that_of_one_device(workers: WorkerFactory, size: int) -> None:
+    assert max(workers(size).run(muon_on_ranges, size)) < 1e-12

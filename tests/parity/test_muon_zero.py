@@ -143,7 +143,9 @@ def test_two_messages_in_which_each_matrix_is_once(workers2: WorkerGroup, stage:
     for messages, size, matrices, total in workers2.run(messages_of, zero(stage), recipe):
         assert matrices == 12
         assert messages == 2  # all are in one group
-        assert 0 < size <= 1.1 * total  # what an owner has of a matrix is not sent: half of it at stage 3, most at stage 1
+        assert (
+            0 < size <= 1.1 * total
+        )  # what an owner has of a matrix is not sent: half of it at stage 3, most at stage 1
 
 
 # Checkpoints
@@ -221,7 +223,11 @@ REFUSED = [
         MUON,
         "strategy.zero_optimization.offload_optimizer.ratio: 0.5 is not possible with Muon",
     ),
-    ({}, dict(type="Muon", others=dict(type="Adagrad")), 'optim_wrapper.optimizer.type: "Adagrad" is rebuilt by DeepSpeed'),
+    (
+        {},
+        dict(type="Muon", others=dict(type="Adagrad")),
+        'optim_wrapper.optimizer.type: "Adagrad" is rebuilt by DeepSpeed',
+    ),
     ({}, dict(type=Diminishing, lr=0.1), "optim_wrapper.optimizer: Diminishing keeps values outside"),
 ]
 
