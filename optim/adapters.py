@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,6 +112,16 @@ class OptimizerAdapter:
 
                 self._shards = LocalShards(self.optimizer)
         return NOTHING if self._shards is None else self._shards.step()
+
+    @contextmanager
+    def only(self, group: dict[str, Any]) -> Iterator[None]:
+        """Context in which the optimizer has one of its groups; under ZeRO it steps one after the other."""
+        groups = self.optimizer.param_groups
+        self.optimizer.param_groups = [group]
+        try:
+            yield
+        finally:
+            self.optimizer.param_groups = groups
 
     def begin_update(self) -> None:
         """Prepare the gradients of an update; raise StrategyError if the optimizer cannot use them."""

@@ -121,9 +121,9 @@ class Muon(Optimizer):
             self.others = OPTIMIZERS.build(others, f"{where}.others", params=theirs)
             self.param_groups += self.others.param_groups
         self._plans = Plans()
-        self._join()
+        self.join()
 
-    def _join(self) -> None:
+    def join(self) -> None:
         """Let both optimizers have one state, and the other one its groups of this one's."""
         if self.others is not None:
             self.others.param_groups = [group for group in self.param_groups if group.get(OF_OTHERS)]
@@ -144,7 +144,7 @@ class Muon(Optimizer):
         """Continue from a copy's state, or from that of ``state_dict``."""
         super().__setstate__(state)
         self._plans = Plans()
-        self._join()
+        self.join()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -153,7 +153,6 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._join()  # ZeRO steps one group after the other
         updates = {id(p): _begin(self, p, group) for group, p in self._matrices() if p.grad is not None}
         for exchange in self._planned_exchanges():
             exchange.run(

@@ -47,6 +47,16 @@ class MuonAdapter(OptimizerAdapter):
         """See OptimizerAdapter."""
         return NOTHING if self._others is None else self._others.stepping()
 
+    @contextmanager
+    def only(self, group: dict[str, Any]) -> Iterator[None]:
+        """See OptimizerAdapter."""
+        try:
+            with super().only(group):
+                self._muon.join()
+                yield
+        finally:
+            self._muon.join()
+
     def hyper_parameters_of(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """See OptimizerAdapter."""
         return {key: value for key, value in group.items() if key not in STRUCTURE}

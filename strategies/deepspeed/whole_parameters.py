@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -70,7 +71,7 @@ class SeenWhole:
     ) -> None:
         self._adapter, self._unused = adapter, unused
         self._flats = engine_internals.flat_tensors(engine)
-        self._step_flat: Callable[[int], None] = engine.optimizer._optimizer_step
+        self._groups = {id(each.flat): each.group for each in fragments}
         self._settings: dict[int, dict[str, Any]] = {}
         held = dist.all_gather_object([(each.start, each.start + each.numel) for each in fragments])
         self.fragments = list(fragments)
@@ -85,45 +86,36 @@ class SeenWhole:
                 self.fragments[number] = replace(fragment, flat=shard, offset=None)
         engine.optimizer._optimizer_step = self._step
         for flat in self._flats:  # owners are known from now on, also to checkpoints
-            if id(flat) in self._seen:
-                self._with_parameters(flat, lambda: adapter.check(model))
+            with self._having(flat):
+                adapter.check(model)
 
     def _step(self, number: int) -> None:
         flat = self._flats[number]
-        if id(flat) not in self._seen:
-            self._step_flat(number)
-            return
-        unused, gradient = self._unused(), flat.grad
+        unused, gradient, seen = self._unused(), flat.grad, self._seen.get(id(flat), ())
         assert gradient is not None
-        for fragment, shard in self._seen[id(flat)]:
+        for fragment, shard in seen:
             assert fragment.offset is not None
             own = gradient.narrow(0, fragment.offset, fragment.numel)
             shard.grad = None if fragment.name in unused else held_as(shard, own)
-        self._with_parameters(flat, self._step_parameters)
-        for _, shard in self._seen[id(flat)]:
+        with self._having(flat), self._adapter.stepping():
+            self._adapter.optimizer.step()
+        for _, shard in seen:
             shard.grad = None
 
-    def _step_parameters(self) -> None:
-        with self._adapter.stepping():
-            self._adapter.optimizer.step()
-
-    def _with_parameters(self, flat: Tensor, call: Callable[[], None]) -> None:
-        """Call a function while the optimizer has one group, with the parameters in a flat tensor."""
-        optimizer, seen = self._adapter.optimizer, self._seen[id(flat)]
-        groups, number = optimizer.param_groups, seen[0][0].group
-        group = groups[number]
-        before = group["params"]
-        if flat is next(each for each in self._flats if self._of_group(each, number)):
+    @contextmanager
+    def _having(self, flat: Tensor) -> Iterator[None]:
+        """Context in which the optimizer has the group of a flat tensor, with what it sees of that."""
+        number = self._groups[id(flat)]
+        group = self._adapter.optimizer.param_groups[number]
+        parameters = group["params"]
+        if flat is next(each for each in self._flats if self._groups[id(each)] == number):
             self._settings[number] = {key: value for key, value in group.items() if key != "params"}
         else:  # what a group counts, it counts once in an update
             group.clear()
             group.update(self._settings[number])
-        group["params"] = [shard for _, shard in seen]
-        optimizer.param_groups = [group]
+        group["params"] = [shard for _, shard in self._seen.get(id(flat), ())] or [flat]
         try:
-            call()
+            with self._adapter.only(group):
+                yield
         finally:
-            group["params"], optimizer.param_groups = before, groups
-
-    def _of_group(self, flat: Tensor, number: int) -> bool:
-        return id(flat) in self._seen and self._seen[id(flat)][0][0].group == number
+            group["params"] = parameters
