@@ -48,7 +48,8 @@ class Sometimes(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.extra, self._calls = nn.Linear(32, 32, bias=False), 0
+        # Of a size with which the cut between two processes at stages 1 and 2 is in a row of layers.0.down.
+        self.extra, self._calls = nn.Linear(30, 32, bias=False), 0
 
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
@@ -58,7 +59,7 @@ class Sometimes(Plain):
         for layer in self.layers:
             x = layer(x)
         x = self.norm(x)
-        logits: Tensor = self.head(x if self._calls == 2 else x + self.extra(x))
+        logits: Tensor = self.head(x if self._calls == 2 else x + self.extra(x[..., :30]))
         assert labels is not None
         return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
@@ -96,7 +97,7 @@ TRAINED: dict[str, tuple[int, dict[str, Any], str, Recipe]] = {
     "zero1 of users": (2, zero(1), "plain", OfUsers()),
     "zero3 of users": (2, zero(3, sub_group_size=3000), "plain", OfUsers()),
 }
-QUICK = ("zero1", "zero3")
+QUICK = ("zero1, sometimes", "zero3")
 
 
 @pytest.mark.parametrize(
@@ -139,13 +140,12 @@ def messages_of(options: dict[str, Any], recipe: Recipe) -> tuple[int, int, int,
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_two_messages_in_which_each_matrix_is_once(workers2: WorkerGroup, stage: int) -> None:
-    recipe = dataclasses.replace(RECIPE, accumulate=1)
-    for messages, size, matrices, total in workers2.run(messages_of, zero(stage), recipe):
-        assert matrices == 12
+    for messages, size, matrices, total in workers2.run(messages_of, zero(stage), SOMETIMES):
+        assert matrices == 11
         assert messages == 2  # all are in one group
         assert (
             0 < size <= 1.1 * total
-        )  # what an owner has of a matrix is not sent: half of it at stage 3, most at stage 1
+        )  # what an owner has of a matrix is not sent: half of it at stage 3, all but one matrix at stage 1
 
 
 # Checkpoints
