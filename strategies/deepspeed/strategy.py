@@ -352,7 +352,7 @@ class DeepSpeedStrategy(Strategy):
         self, wrapper: DeepSpeedOptimWrapper, model: nn.Module, stage: int
     ) -> dict[str, dict[str, Any]]:
         """Create the torch optimizer with the trainable parameters; return the groups of only frozen ones, by name."""
-        wrapper.has_ranges = stage > 0
+        wrapper._has_ranges = stage > 0
         try:
             with announced(float(self.config.timeout_s)):
                 wrapper.build(model)

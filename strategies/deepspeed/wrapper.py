@@ -377,7 +377,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
     _clips_here = False
     _norm: Tensor | None = None
     _update: BeforeUpdate | None = None
-    has_ranges = False
+    _has_ranges = False
     """Whether the engine gives the optimizer ranges of flattened parameters, as stages 1 to 3 do."""
 
     @classmethod
@@ -419,7 +419,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
 
     @property
     def _steps_in_parts(self) -> bool:
-        return self.has_ranges and wants_whole(type(self.optimizer))
+        return self._has_ranges and wants_whole(type(self.optimizer))
 
     def _make(self, model: nn.Module) -> Optimizer:
         with engine_internals.whole_shapes(model):
