@@ -77,6 +77,17 @@ class OfSometimes(OfMatrices):
 
 
 SOMETIMES = OfSometimes(eps=EPS[torch.float32])
+
+
+@dataclasses.dataclass(frozen=True)
+class OfUsersSometimes(OfUsers):
+    """The same of an optimizer that owns whole parameters, one of which has no gradient in the second update."""
+
+    def model(self, name: str) -> nn.Module:
+        torch.manual_seed(7)
+        return Sometimes()
+
+
 TRAINED: dict[str, tuple[int, dict[str, Any], str, Recipe]] = {
     "zero1": (2, zero(1), "plain", RECIPE),
     "zero2": (2, zero(2), "plain", RECIPE),
@@ -95,6 +106,7 @@ TRAINED: dict[str, tuple[int, dict[str, Any], str, Recipe]] = {
     "zero3, three processes": (3, zero(3), "plain", RECIPE),
     "zero2, four processes": (4, zero(2), "plain", RECIPE),
     "zero1 of users": (2, zero(1), "plain", OfUsers()),
+    "zero1 of users, sometimes": (2, zero(1), "plain", OfUsersSometimes()),
     "zero3 of users": (2, zero(3, sub_group_size=3000), "plain", OfUsers()),
 }
 QUICK = ("zero1, sometimes", "zero3")
