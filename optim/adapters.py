@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,6 +76,10 @@ class OptimizerAdapter:
         optimizer = self.optimizer_of(group)
         return self.name if optimizer is self.optimizer else type(optimizer).__name__
 
+    def looks_at_whole(self, group: Mapping[str, Any]) -> bool:
+        """Return whether it updates the parameters of a group as wholes, which their owners get from those that hold shards."""
+        return False
+
     @property
     def steps_in_parts(self) -> bool:
         """Whether an update calls ``step()`` several times, with tensors that stand in for some of the parameters."""
@@ -88,6 +92,10 @@ class OptimizerAdapter:
     def empty_state(self, parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """Return an empty tensor for state that is laid out in another way than the parameter; None if it is not."""
         return None
+
+    def state_at_owner(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a parameter that a checkpoint filled, on the device where this process updates the parameter."""
+        return dict(state)
 
     def check(self, model: nn.Module) -> None:
         """Raise StrategyError if it cannot train the parameters of ``model`` on their device and in their layout."""
@@ -104,6 +112,16 @@ class OptimizerAdapter:
 
                 self._shards = LocalShards(self.optimizer)
         return NOTHING if self._shards is None else self._shards.step()
+
+    @contextmanager
+    def only(self, group: dict[str, Any]) -> Iterator[None]:
+        """Context in which the optimizer has one of its groups; under ZeRO it steps one after the other."""
+        groups = self.optimizer.param_groups
+        self.optimizer.param_groups = [group]
+        try:
+            yield
+        finally:
+            self.optimizer.param_groups = groups
 
     def begin_update(self) -> None:
         """Prepare the gradients of an update; raise StrategyError if the optimizer cannot use them."""

@@ -9,15 +9,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..core.base.errors import ConfigError
 from ..core.base.registry import OPTIMIZERS
-from ..core.torch_compat.dtensor_private import laid_out_as, local_part, local_tensor
 from .adapters import OF_OTHERS
 from .matrices import matrices_of
-from .owners import Chunk, Matrix, OwnerExchange, exchanges, view
+from .owners import Chunk, Matrix, OwnerExchange, Plans, exchanges, held_as, own_gradient, own_tensor
 
 AdjustLR = Literal["original", "match_rms_adamw", "spectral_unclamped"]
 _MEGABYTE = 2**20
@@ -32,7 +30,7 @@ class Muon(Optimizer):
     ``B = m B + (1 - m) G``; ``U = m B + (1 - m) G`` with ``nesterov``, else B; ``W = W - lr * decay * W - lr * a * NS(U)``, where
     NS is some steps of a Newton-Schulz iteration that takes singular values near 1.
 
-    Of a DTensor every process keeps its shard of W and B. Each matrix has an owner among the processes of the DTensor's mesh, which
+    Of a shard, a DTensor or a FlatShard, every process keeps its part of W and B. Each matrix has an owner among the processes, which
     gets U whole, in ``ns_dtype``, by one all-to-all and returns NS(U) by another; see ``OwnerExchange``. Ordinary tensors are computed
     where they are.
 
@@ -122,11 +120,10 @@ class Muon(Optimizer):
                 raise ConfigError(f'{where}.others: missing, give others=dict(type="AdamW", lr=...)')
             self.others = OPTIMIZERS.build(others, f"{where}.others", params=theirs)
             self.param_groups += self.others.param_groups
-        self._exchanges: list[OwnerExchange] = []
-        self._planned: list[int] = []
-        self._join()
+        self._plans = Plans()
+        self.join()
 
-    def _join(self) -> None:
+    def join(self) -> None:
         """Let both optimizers have one state, and the other one its groups of this one's."""
         if self.others is not None:
             self.others.param_groups = [group for group in self.param_groups if group.get(OF_OTHERS)]
@@ -146,8 +143,8 @@ class Muon(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Continue from a copy's state, or from that of ``state_dict``."""
         super().__setstate__(state)
-        self._exchanges, self._planned = [], []
-        self._join()
+        self._plans = Plans()
+        self.join()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -164,7 +161,7 @@ class Muon(Optimizer):
                 lambda found: [updates[id(matrix.parameter)].orthogonalised(whole) for matrix, (whole,) in found],
                 lambda matrix, chunk, values: updates[id(matrix.parameter)].apply(matrix, chunk, values),
             )
-        if self.others is not None:
+        if self.others is not None and self.others.param_groups:
             self.others.step()
         return loss
 
@@ -173,12 +170,14 @@ class Muon(Optimizer):
 
     def _planned_exchanges(self) -> list[OwnerExchange]:
         own = self._matrices()
-        if (planned := [id(parameter) for _, parameter in own]) != self._planned:
+
+        def plan() -> list[OwnerExchange]:
             dtypes = {id(p): getattr(torch, group["ns_dtype"]) for group, p in own}
             found = [Matrix(p, spans) for group, p in own for spans in matrices_of(p.shape, group)]
             room = int(self.given["bucket_mb"] * _MEGABYTE)
-            self._planned, self._exchanges = planned, exchanges(found, lambda m: dtypes[id(m.parameter)], room)
-        return self._exchanges
+            return exchanges(found, lambda m: dtypes[id(m.parameter)], room)
+
+        return self._plans.of([parameter for _, parameter in own], plan)
 
 
 class _Update(NamedTuple):
@@ -191,8 +190,8 @@ class _Update(NamedTuple):
 
     def momentum(self, chunk: Chunk) -> Tensor:
         """Return what a chunk gives to the iteration."""
-        buffer = view(self.buffer, chunk.own)
-        return view(self.grad, chunk.own).lerp(buffer, self.group["momentum"]) if self.group["nesterov"] else buffer
+        buffer = chunk.of(self.buffer)
+        return chunk.of(self.grad).lerp(buffer, self.group["momentum"]) if self.group["nesterov"] else buffer
 
     def orthogonalised(self, whole: Tensor) -> Tensor:
         """Return the iteration's result for a whole matrix."""
@@ -205,7 +204,7 @@ class _Update(NamedTuple):
         """Add a chunk of the result to the weights."""
         rows, *columns = matrix.shape[1:] if self.group["stacked"] else matrix.shape
         lr = adjusted_lr(float(self.group["lr"]), self.group["adjust_lr_fn"], rows, math.prod(columns))
-        weights = view(self.weights, chunk.own)
+        weights = chunk.of(self.weights)
         weights.add_(values.to(weights.device), alpha=-lr)
 
 
@@ -214,15 +213,11 @@ def _begin(optimizer: Muon, parameter: Tensor, group: dict[str, Any]) -> _Update
     assert parameter.grad is not None
     if parameter.grad.is_sparse:
         raise RuntimeError("Muon takes dense gradients only, leave parameters with sparse ones to others")
-    weights, grad = parameter, parameter.grad
-    if isinstance(parameter, DTensor):
-        weights, grad = local_tensor(parameter), local_part(grad, parameter)
+    weights, grad = own_tensor(parameter), own_gradient(parameter)
     state = optimizer.state[parameter]
     if "momentum_buffer" not in state:
-        zeros = torch.zeros_like(grad, memory_format=torch.preserve_format)
-        state["momentum_buffer"] = laid_out_as(parameter, zeros) if isinstance(parameter, DTensor) else zeros
-    buffer = state["momentum_buffer"]
-    buffer = local_tensor(buffer) if isinstance(buffer, DTensor) else buffer
+        state["momentum_buffer"] = held_as(parameter, torch.zeros_like(grad, memory_format=torch.preserve_format))
+    buffer = own_tensor(state["momentum_buffer"])
     buffer.lerp_(grad, 1 - group["momentum"])
     weights.mul_(1 - float(group["lr"]) * group["weight_decay"])
     return _Update(group, weights, grad, buffer)

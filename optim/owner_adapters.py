@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..core.base.errors import StrategyError
-from ..core.torch_compat.dtensor_private import local_part, local_tensor
 from .adapters import NOTHING, OF_OTHERS, OptimizerAdapter
 from .matrices import STRUCTURE
-from .owners import Chunk, Matrix, OwnerExchange, device_of, exchanges, view
+from .owners import Chunk, Matrix, OwnerExchange, Plans, device_of, exchanges, is_shard, own_gradient, own_tensor
 
 # Muon, whose other optimizer steps as it would alone.
 
@@ -36,6 +34,10 @@ class MuonAdapter(OptimizerAdapter):
         """See OptimizerAdapter."""
         return self._others is None or self._others.takes_shards
 
+    def looks_at_whole(self, group: Mapping[str, Any]) -> bool:
+        """See OptimizerAdapter."""
+        return not group.get(OF_OTHERS)
+
     def optimizer_of(self, group: Mapping[str, Any]) -> Optimizer:
         """See OptimizerAdapter."""
         others = self._muon.others
@@ -45,12 +47,22 @@ class MuonAdapter(OptimizerAdapter):
         """See OptimizerAdapter."""
         return NOTHING if self._others is None else self._others.stepping()
 
+    @contextmanager
+    def only(self, group: dict[str, Any]) -> Iterator[None]:
+        """See OptimizerAdapter."""
+        try:
+            with super().only(group):
+                self._muon.join()
+                yield
+        finally:
+            self._muon.join()
+
     def hyper_parameters_of(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """See OptimizerAdapter."""
         return {key: value for key, value in group.items() if key not in STRUCTURE}
 
 
-# Optimizers of users that look at whole parameters: each DTensor is updated by its owner.
+# Optimizers of users that look at whole parameters: each that is sharded is updated by its owner.
 
 
 _BUCKET_BYTES = 256 * 2**20
@@ -60,27 +72,28 @@ _BUCKET_BYTES = 256 * 2**20
 class WholeAdapter(OptimizerAdapter):
     """Adapter of optimizers whose class declares ``owns_whole = True``, as Shampoo and SOAP may.
 
-    The owner of a DTensor gets it whole, with its gradient, steps, and returns the new values. It alone has the state, which is as
+    The owner of a sharded parameter gets it whole, with its gradient, steps, and returns the new values. It alone has the state, which is as
     on one device, in checkpoints too. In an update ``step()`` is called several times, each time with some of the parameters, or
     none: what it keeps from update to update has to be in the state of parameters, or in values of groups that depend on none.
     """
 
     def __init__(self, optimizer: Optimizer, where: str) -> None:
         super().__init__(optimizer, where)
-        self._exchanges: list[OwnerExchange] = []
-        self._owned: set[int] = set()
-        self._planned: list[int] | None = None
+        self._plans = Plans()
 
     @property
     def takes_shards(self) -> bool:
         """See OptimizerAdapter."""
         return True
 
+    def looks_at_whole(self, group: Mapping[str, Any]) -> bool:
+        """See OptimizerAdapter."""
+        return True
+
     @property
     def steps_in_parts(self) -> bool:
         """See OptimizerAdapter."""
-        self._plan()
-        return bool(self._exchanges)
+        return bool(self._plan())
 
     def check(self, model: nn.Module) -> None:
         """See OptimizerAdapter."""
@@ -93,11 +106,11 @@ class WholeAdapter(OptimizerAdapter):
     def keeps_state_of(self, parameter: Tensor) -> bool:
         """See OptimizerAdapter."""
         self._plan()
-        return not isinstance(parameter, DTensor) or id(parameter) in self._owned
+        return not is_shard(parameter) or id(parameter) in self._plans.owned
 
     def empty_state(self, parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """See OptimizerAdapter."""
-        return torch.empty(tuple(shape), dtype=dtype) if isinstance(parameter, DTensor) else None
+        return torch.empty(tuple(shape), dtype=dtype) if is_shard(parameter) else None
 
     def load(self, packed: dict[str, Any]) -> None:
         """See OptimizerAdapter; state of parameters with other owners is left out."""
@@ -107,9 +120,13 @@ class WholeAdapter(OptimizerAdapter):
         state = {number: values for number, values in packed["state"].items() if number in kept}
         super().load({**packed, "state": state})
         for parameter, values in self.optimizer.state.items():
-            if isinstance(parameter, DTensor):
-                device = device_of(parameter)  # where its owner computes
-                values.update({k: v.to(device) for k, v in values.items() if isinstance(v, Tensor) and v.ndim})
+            if is_shard(parameter):
+                values.update(self.state_at_owner(parameter, values))
+
+    def state_at_owner(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+        """See OptimizerAdapter."""
+        device = device_of(parameter)
+        return {k: v.to(device) if isinstance(v, Tensor) and v.ndim else v for k, v in state.items()}
 
     @contextmanager
     def _by_owners(self) -> Iterator[None]:
@@ -129,31 +146,24 @@ class WholeAdapter(OptimizerAdapter):
         """See OptimizerAdapter."""
         return self._by_owners() if self.steps_in_parts else NOTHING
 
-    def _plan(self) -> None:
+    def _plan(self) -> list[OwnerExchange]:
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        if (planned := [*map(id, parameters)]) != self._planned:
-            matrices = [
-                Matrix(parameter, tuple((0, size) for size in parameter.shape))
-                for parameter in parameters
-                if isinstance(parameter, DTensor)
-            ]
-            self._exchanges = exchanges(matrices, lambda matrix: matrix.parameter.dtype, _BUCKET_BYTES, given=2)
-            self._owned = {id(m.parameter) for exchange in self._exchanges for m in exchange.owned}
-            self._planned = planned
+
+        def plan() -> list[OwnerExchange]:
+            wholes = [Matrix(p, tuple((0, size) for size in p.shape)) for p in parameters if is_shard(p)]
+            return exchanges(wholes, lambda matrix: matrix.parameter.dtype, _BUCKET_BYTES, given=2)
+
+        return self._plans.of(parameters, plan)
 
     @torch.no_grad()
     def _step(self, step: Callable[[], Any]) -> None:
         groups = self.optimizer.param_groups
         members = [group["params"] for group in groups]
         settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        trained = {id(p) for own in members for p in own if isinstance(p, DTensor) and p.grad is not None}
+        trained = {id(p) for own in members for p in own if is_shard(p) and p.grad is not None}
 
         def give(matrix: Matrix, chunk: Chunk) -> list[Tensor]:
-            parameter = cast(DTensor, matrix.parameter)
-            assert parameter.grad is not None
-            return [
-                view(local, chunk.own) for local in (local_tensor(parameter), local_part(parameter.grad, parameter))
-            ]
+            return [chunk.of(own_tensor(matrix.parameter)), chunk.of(own_gradient(matrix.parameter))]
 
         def compute(found: list[tuple[Matrix, list[Tensor]]]) -> list[Tensor]:
             wholes = {id(matrix.parameter): _with_gradient(*given) for matrix, given in found}
@@ -162,7 +172,7 @@ class WholeAdapter(OptimizerAdapter):
             return [wholes[id(matrix.parameter)].detach() for matrix, _ in found]
 
         def take(matrix: Matrix, chunk: Chunk, values: Tensor) -> None:
-            view(local_tensor(cast(DTensor, matrix.parameter)), chunk.own).copy_(values)
+            chunk.of(own_tensor(matrix.parameter)).copy_(values)
 
         def step_with(stand_in: Callable[[Tensor], Tensor | None]) -> None:
             """Step the parameters that have a stand-in, each by it; groups begin each time as before the update."""
@@ -181,10 +191,10 @@ class WholeAdapter(OptimizerAdapter):
                 for group, parameters in zip(groups, members, strict=True):
                     group["params"] = parameters
 
-        for exchange in self._exchanges:
+        for exchange in self._plan():
             exchange.run(lambda matrix: id(matrix.parameter) in trained, give, compute, take)
         # On every process, so that what groups count is the same on all.
-        step_with(lambda parameter: None if isinstance(parameter, DTensor) else parameter)
+        step_with(lambda parameter: None if is_shard(parameter) else parameter)
 
 
 def _with_gradient(values: Tensor, gradient: Tensor) -> nn.Parameter:

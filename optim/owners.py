@@ -4,8 +4,8 @@ Optimizers that look at whole matrices cannot update shards. Here every matrix h
 needs of it comes to the owner from all that hold some of it, and the result goes back to them: one all-to-all each for many
 matrices. All processes own matrices of about the same cost, and compute at the same time.
 
-Each process works out alone who owns and sends what, from the layouts that the tensors have: a DTensor's mesh and placements.
-An ordinary tensor is a process's own, and nothing of it is sent.
+Each process works out alone who owns and sends what, from the layouts that the tensors have: a DTensor's mesh and placements, and the
+ranges of a FlatShard. An ordinary tensor is a process's own, and nothing of it is sent.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core.checkpoint.chunks import begins, cuts_of, own_spans
+from ..core.checkpoint.chunks import FlatShard, Ranges, begins, chunks_of_range, cuts_of, own_spans
 from ..core.comm.collectives import alone, group_among, index_among, start_exchange
+from ..core.torch_compat.dtensor_private import laid_out_as, local_part, local_tensor
 from ..core.torch_compat.torch_private import with_values
 
 Spans = tuple[tuple[int, int], ...]
@@ -31,8 +32,37 @@ _AT_A_TIME = 5
 """What a process has of a round's size: what arrives, what it computes with and the results, what leaves now and since the last."""
 
 
-def view(tensor: Tensor, spans: Spans) -> Tensor:
-    """Return the view of a tensor that has these indices."""
+def is_shard(parameter: Tensor) -> bool:
+    """Whether a process holds a shard of it."""
+    return isinstance(parameter, (DTensor, FlatShard))
+
+
+def own_tensor(tensor: Tensor) -> Tensor:
+    """Return the tensor of what this process holds."""
+    if isinstance(tensor, DTensor):
+        return local_tensor(tensor)
+    return tensor.to_local() if isinstance(tensor, FlatShard) else tensor
+
+
+def own_gradient(parameter: Tensor) -> Tensor:
+    """Return what this process holds of a parameter's gradient, which must be there."""
+    assert parameter.grad is not None
+    return local_part(parameter.grad, parameter) if isinstance(parameter, DTensor) else own_tensor(parameter.grad)
+
+
+def held_as(parameter: Tensor, own: Tensor) -> Tensor:
+    """Return the tensor of which this process holds ``own``, as it holds the parameter."""
+    if isinstance(parameter, DTensor):
+        return laid_out_as(parameter, own)
+    return FlatShard(own, parameter.shape, parameter.start) if isinstance(parameter, FlatShard) else own
+
+
+def _ranges(parameter: FlatShard) -> Ranges:
+    assert parameter.ranges is not None, "what the other processes hold is known"
+    return parameter.ranges
+
+
+def _view(tensor: Tensor, spans: Spans) -> Tensor:
     for dim, (begin, length) in enumerate(spans):
         tensor = tensor.narrow(dim, begin, length)
     return tensor
@@ -40,18 +70,35 @@ def view(tensor: Tensor, spans: Spans) -> Tensor:
 
 @dataclass(frozen=True)
 class _Held:
-    """A chunk of a parameter that a process holds: its indices in the whole, and in the process's own tensor."""
+    """A chunk of a parameter that a process holds: its indices in the whole, and in the process's own tensor.
+
+    Attributes:
+        begin: of a FlatShard, where the chunk begins in the process's own tensor, which is flat; the indices are in the chunk.
+    """
 
     whole: Spans
     own: Spans
+    begin: int | None = None
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a process holds of a matrix: the indices in the process's own tensor, and in the matrix."""
+    """What a process holds of a matrix: the indices in the process's own tensor, and in the matrix.
+
+    Attributes:
+        within: of a FlatShard, where the chunk that ``own`` counts in begins in the process's own tensor, and its sizes.
+    """
 
     own: Spans
     matrix: Spans
+    within: tuple[int, tuple[int, ...]] | None = None
+
+    def of(self, own: Tensor) -> Tensor:
+        """Return the view of a process's own tensor."""
+        if self.within is not None:
+            begin, sizes = self.within
+            own = own.narrow(0, begin, math.prod(sizes)).view(sizes)
+        return _view(own, self.own)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -119,6 +166,9 @@ class _Holders:
             whole = tuple((0, size) for size in shape)
             self.ranks, self.replicas = alone(), [()]
             self.held = [[_Held(whole, whole)]]
+            if isinstance(parameter, FlatShard):
+                self.held = [_in_order(shape, *ends) for ends in _ranges(parameter).ends]
+                self.ranks, self.replicas = tuple(range(len(self.held))), [()] * len(self.held)
             return
         mesh, cuts = parameter.device_mesh, cuts_of(parameter.placements)
         with with_values():
@@ -154,6 +204,15 @@ def _chunks(spans: list[list[tuple[int, int]]]) -> list[_Held]:
     return found
 
 
+def _in_order(shape: tuple[int, ...], start: int, end: int) -> list[_Held]:
+    """Return what a process holds that has a range of the flattened parameter: in two dimensions at most three chunks."""
+    found, begin = [], 0
+    for offsets, sizes in chunks_of_range(shape, start, end):
+        found.append(_Held(tuple(zip(offsets, sizes, strict=True)), tuple((0, size) for size in sizes), begin))
+        begin += math.prod(sizes)
+    return found
+
+
 def _covers(outer: Spans, inner: Spans) -> bool:
     return all(a <= b and b + m <= a + n for (a, n), (b, m) in zip(outer, inner, strict=True))
 
@@ -169,7 +228,8 @@ def _cut(held: Sequence[_Held], matrix: Spans) -> list[Chunk]:
                 own.append((at + low - begin, high - low))
                 inside.append((low - first, high - low))
         if len(own) == len(matrix):
-            found.append(Chunk(tuple(own), tuple(inside)))
+            within = None if each.begin is None else (each.begin, tuple(length for _, length in each.whole))
+            found.append(Chunk(tuple(own), tuple(inside), within))
     return found
 
 
@@ -308,7 +368,7 @@ class OwnerExchange:
             for chunk in matrix.chunks[index]:
                 given = give(matrix, chunk) if index == self._own else [reader.take(chunk) for _ in wholes]
                 for whole, values in zip(wholes, given, strict=True):
-                    view(whole, chunk.matrix).copy_(values)
+                    _view(whole, chunk.matrix).copy_(values)
         return wholes
 
     def _send_back(
@@ -319,9 +379,9 @@ class OwnerExchange:
         for matrix, result in results:
             for index, chunks in matrix.chunks.items():
                 if index != self._own and not matrix.is_alone:
-                    sent[index] += [self._flat(view(result, chunk.matrix)) for chunk in chunks]
+                    sent[index] += [self._flat(_view(result, chunk.matrix)) for chunk in chunks]
             for chunk in matrix.chunks[self._own]:
-                take(matrix, chunk, view(result, chunk.matrix))
+                take(matrix, chunk, _view(result, chunk.matrix))
         if all(m.is_alone for m in matrices):
             return lambda: None
         theirs = [m for m in matrices if not (m.is_alone or self.owns(m))]
@@ -364,8 +424,10 @@ class _Reader:
 
 def _group(parameter: Tensor, ranks: tuple[int, ...]) -> Any:
     """The process group of those that hold a parameter: one of its mesh if one axis has all of them; None for one process."""
-    if len(ranks) == 1 or not isinstance(parameter, DTensor):
+    if len(ranks) == 1:
         return None
+    if not isinstance(parameter, DTensor):
+        return group_among(ranks)
     mesh = parameter.device_mesh
     axis = next((axis for axis, size in enumerate(mesh.shape) if size == len(ranks)), None)
     return group_among(ranks) if axis is None else mesh.get_group(axis)
@@ -373,11 +435,15 @@ def _group(parameter: Tensor, ranks: tuple[int, ...]) -> Any:
 
 def _layout(parameter: Tensor) -> Any:
     shape = tuple(parameter.shape)
+    if isinstance(parameter, FlatShard):
+        return _ranges(parameter), shape
     return (parameter.device_mesh, parameter.placements, shape) if isinstance(parameter, DTensor) else shape
 
 
 def device_of(parameter: Tensor) -> torch.device:
-    """The device to compute on: that of the mesh, also where FSDP keeps parameters on the host."""
+    """The device to compute on: that of the mesh or the group, also where shards are kept on the host."""
+    if isinstance(parameter, FlatShard):
+        return _ranges(parameter).device
     if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != parameter.device.type:
         kind = parameter.device_mesh.device_type
         return torch.device(kind, torch.get_device_module(kind).current_device())
@@ -398,6 +464,27 @@ def exchanges(
         mesh = matrix.parameter.device_mesh if isinstance(matrix.parameter, DTensor) else None
         with with_values():
             ranks = None if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
+        if isinstance(matrix.parameter, FlatShard):
+            ranks = tuple(range(len(_ranges(matrix.parameter).ends)))
         key = ranks, dtype_of(matrix), device_of(matrix.parameter)
         found.setdefault(key, []).append(matrix)
     return [OwnerExchange(own, dtype, bucket_bytes, given) for (_, dtype, _), own in found.items()]
+
+
+class Plans:
+    """The exchanges of each set of parameters that an optimizer steps with: of all, or of one after the other under ZeRO."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], list[OwnerExchange]] = {}
+        self.owned: set[int] = set()
+        """The parameters (``id``) of which this process owns some."""
+
+    def of(self, parameters: Sequence[Tensor], make: Callable[[], list[OwnerExchange]]) -> list[OwnerExchange]:
+        """Return the exchanges of these parameters, made the first time; they replace those of other sets with one of them."""
+        key = tuple(map(id, parameters))
+        if key not in self._known:
+            self._known = {other: found for other, found in self._known.items() if set(other).isdisjoint(key)}
+            self._known[key] = make()
+            all_of_them = (exchange for found in self._known.values() for exchange in found)
+            self.owned = {id(matrix.parameter) for exchange in all_of_them for matrix in exchange.owned}
+        return self._known[key]

@@ -88,6 +88,11 @@ class Samples:
         shapes = [[_shape(ndim, rows) for ndim in group] for group in dims]
         return cls(settings, shapes, optimizer.param_groups[0]["params"][0].device)
 
+    def of(self, groups: Sequence[bool]) -> Samples:
+        """Return those of some of the groups."""
+        kept = [number for number, is_one in enumerate(groups) if is_one]
+        return Samples([self.settings[n] for n in kept], [self.shapes[n] for n in kept], self.device)
+
     @property
     def larger(self) -> Samples | None:
         """Larger samples of those with two or more dimensions; None if there are none.

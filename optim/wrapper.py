@@ -263,7 +263,7 @@ class OptimWrapper:
             if reason is not None:
                 raise StrategyError(f"{self.where}.optimizer: {kind} {reason}")
         resumed = resumes(self.make_another, samples)
-        if not resumed and self.adapter.steps_in_parts:
+        if not resumed and self._steps_in_parts:
             raise StrategyError(
                 f'{self.where}.optimizer: {kind} keeps values outside of its "state" and "param_groups", which are lost where owners '
                 "step sharded parameters; keep them in the state, or choose data parallelism without sharding"
@@ -275,6 +275,11 @@ class OptimWrapper:
                 self.where,
                 kind,
             )
+
+    @property
+    def _steps_in_parts(self) -> bool:
+        """Whether updates will call the optimizer's step several times."""
+        return self.adapter.steps_in_parts
 
     # Facts
 

@@ -247,6 +247,18 @@ def _in_row(shape: Sequence[int], row: int, start: int, end: int) -> Iterator[Ch
 # FlatShard: a shard that is a range of a flattened tensor; checkpoints save and load it like other shards.
 
 
+class Ranges(NamedTuple):
+    """The ranges of one flattened tensor that all processes hold.
+
+    Attributes:
+        ends: begin and end, by rank.
+        device: on which processes work together; ranges may be kept in the host's memory.
+    """
+
+    ends: tuple[Span, ...]
+    device: torch.device
+
+
 class FlatShard(Tensor):
     """This process's flat range [start, start + n) of a logical tensor; other processes hold the other ranges.
 
@@ -258,20 +270,22 @@ class FlatShard(Tensor):
         local: the values of the range, one-dimensional and contiguous; may be empty.
         shape: shape of the logical tensor.
         start: begin of the range in the flattened logical tensor.
+        ranges: of all processes, for who needs to know what the others hold.
     """
 
     _local: Tensor
     start: int
+    ranges: Ranges | None
 
     @staticmethod
-    def __new__(cls, local: Tensor, shape: Sequence[int], start: int) -> FlatShard:
+    def __new__(cls, local: Tensor, shape: Sequence[int], start: int, ranges: Ranges | None = None) -> FlatShard:
         """See the class for the arguments."""
         if local.dim() != 1 or not local.is_contiguous():
             raise ValueError(f"local: must be one-dimensional and contiguous, has shape {tuple(local.shape)}")
         if start < 0 or start + local.numel() > math.prod(shape):
             raise ValueError(f"start: {start} to {start + local.numel()} lies outside of shape {tuple(shape)}")
         shard: FlatShard = wrapper_subclass(cls, shape, local)
-        shard._local, shard.start = local.detach(), start
+        shard._local, shard.start, shard.ranges = local.detach(), start, ranges
         return shard
 
     def to_local(self) -> Tensor:
@@ -311,6 +325,8 @@ class FlatShard(Tensor):
         cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the few element-wise operations on the local values."""
+        if func is _aten.is_pinned.default:
+            return func(cast(FlatShard, args[0])._local, *args[1:], **(kwargs or {}))
         if func not in _ELEMENTWISE:
             raise NotImplementedError(f"{func}: not for a slice of a tensor, use to_local() or full_tensor()")
         shards = [arg for arg in args if isinstance(arg, FlatShard)]

@@ -39,7 +39,7 @@ class Fragment:
         shape: shape of the whole parameter.
         start, numel: the shard, as a range of the flattened parameter.
         flat: the tensor that the torch optimizer updates, which contains the shard at ``offset``.
-        offset: None if ``flat`` is the whole parameter, in its shape.
+        offset: None if ``flat`` is the whole parameter, or this process's FlatShard of it, in its shape.
         group: index of the torch optimizer's group.
         is_whole: whether every process has the whole parameter.
     """
@@ -133,6 +133,13 @@ def cast_shard(parameter: Any, dtype: torch.dtype) -> None:
 def inner_optimizer(engine: Any) -> Optimizer:
     """Return the torch optimizer inside DeepSpeed's optimizer."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)  # type: ignore[no-any-return]
+
+
+def flat_tensors(engine: Any) -> list[Tensor]:
+    """Return the tensors that stages 1 to 3 let the torch optimizer update, one in each of its steps."""
+    optimizer = engine.optimizer
+    flats = getattr(optimizer, "fp32_partitioned_groups_flat", None)
+    return optimizer.single_partition_of_fp32_groups if flats is None else flats  # type: ignore[no-any-return]
 
 
 def fragments(engine: Any, module: nn.Module) -> list[Fragment]:

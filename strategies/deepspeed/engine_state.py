@@ -93,7 +93,7 @@ class EngineState:
                 state = {**state, "step": state["step"] - lag} if int(state["step"]) > lag else {}
             for key, value in state.items():
                 one_each = isinstance(value, Tensor) and value.shape == fragment.flat.shape and key not in _COUNTERS
-                if isinstance(value, Tensor) and not one_each and value.numel() > 1:
+                if isinstance(value, Tensor) and not one_each and value.numel() > 1 and fragment.offset is not None:
                     raise CheckpointError(
                         f"{STATE}{fragment.name}.{key}: has shape {tuple(value.shape)} for {fragment.flat.numel()} elements, "
                         "under ZeRO only state that is kept element by element can be saved"
@@ -123,15 +123,24 @@ class EngineState:
             if prefix != STATE or name not in fragments or not hasattr(info, "shape"):
                 continue
             fragment = fragments[name]
+            if not self.adapter.keeps_state_of(fragment.flat):
+                continue
+            slot = (id(fragment.flat), key)
+            if (own := self.adapter.empty_state(fragment.flat, info.shape, info.dtype)) is not None:
+                template[full_key] = self._incoming[slot] = own
+                continue
             if key in counters:
                 template[full_key] = torch.empty(info.shape, dtype=info.dtype)
+                continue
+            if tuple(info.shape) != tuple(fragment.shape) and fragment.offset is None:
+                own = torch.empty(tuple(info.shape), dtype=info.dtype, device=fragment.flat.device)
+                template[full_key] = self._incoming[slot] = own
                 continue
             if tuple(info.shape) != tuple(fragment.shape):
                 raise CheckpointError(
                     f"{full_key}: has shape {tuple(info.shape)}, the parameter's is {tuple(fragment.shape)}; DeepSpeed can "
                     "take up only state that is kept element by element"
                 )
-            slot = (id(fragment.flat), key)
             if slot not in self._incoming:
                 self._incoming[slot] = self._files.zeros(fragment.flat, key, info.dtype)
             template[full_key] = fragment.cut(self._incoming[slot])
@@ -156,7 +165,7 @@ class EngineState:
         groups = {
             fragment.name: optimizer.param_groups[fragment.group] for fragment in self.fragments
         } | self._frozen_groups
-        flats = {fragment.name: fragment.flat for fragment in self.fragments}
+        flats = {each.name: each.flat for each in self.fragments if self.adapter.keeps_state_of(each.flat)}
         for full_key, value in values.items():
             prefix, name, key = split_key(full_key)
             if prefix == GROUP:
@@ -184,7 +193,8 @@ class EngineState:
             adopted |= {key: value for key, (_, value) in counters.get(id(flat), {}).items()}
             optimizer.state.pop(flat, None)
             if adopted:
-                optimizer.state[flat] = without_inner(self.adapter.own_state(adopted))
+                own = self.adapter.state_at_owner(flat, self.adapter.own_state(adopted))
+                optimizer.state[flat] = without_inner(own)
             self.adapter.load_inner(flat, adopted)
         self._incoming = {}
 

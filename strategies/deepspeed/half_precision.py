@@ -133,7 +133,7 @@ _HOMES = {
 _ERROR_FEEDBACK = "keeps compression errors that differ by process and fit no checkpoint; choose FusedAdam or AdamW"
 _REFUSED = {
     **dict.fromkeys(("OnebitAdam", "OnebitLamb", "ZeroOneAdam"), _ERROR_FEEDBACK),
-    "MuonWithAuxAdam": "is made from DeepSpeed's own configuration only; choose Muon with others, under FSDP",
+    "MuonWithAuxAdam": "is made from DeepSpeed's own configuration only; choose Muon with others",
 }
 _REFUSED_ZERO = {
     "FusedLamb": "needs norms of whole parameters, ZeRO gives it shards; choose FusedAdam, or stage 0",
@@ -177,24 +177,25 @@ def _with_params(cls: Any) -> Any:
 def check_supported(wrapper: OptimWrapper, stage: int) -> None:
     """Raise StrategyError if DeepSpeed's engine cannot run this optimizer correctly.
 
-    ZeRO gives an optimizer shards of flattened parameters, so it must update element by element; a trial checks this.
+    ZeRO gives an optimizer shards of flattened parameters, so it must update element by element; a trial checks this. One that looks at
+    whole parameters gets such from their owners.
     """
     optimizer = wrapper.optimizer
     kind = type(optimizer)
-    for base in (base.__name__ for base in kind.__mro__):
+    kinds = dict.fromkeys([kind, *(type(wrapper.adapter.optimizer_of(group)) for group in optimizer.param_groups)])
+    for base in (base.__name__ for each in kinds for base in each.__mro__):
         reason = _REFUSED.get(base) or (_REFUSED_ZERO.get(base) if stage else None)  # a class was not refused by _find
         if reason:
             raise StrategyError(f'{wrapper.where}.optimizer.type: "{base}" {reason}')
     if wrapper.adapter.is_elementwise or (kind.__name__ in _HOMES and kind.__module__.startswith("deepspeed.")):
         return
     if wrapper.adapter.takes_shards:
-        raise StrategyError(
-            f"{wrapper.where}.optimizer: {kind.__name__} looks at whole matrices, and DeepSpeed gives it ranges of many flattened ones; "
-            'choose strategy="fsdp", which shards as much, or "ddp"'
-        )
+        return
+    divided = [not (stage and wrapper.adapter.looks_at_whole(group)) for group in optimizer.param_groups]
+    kind = type(wrapper.adapter.optimizer_of(optimizer.param_groups[divided.index(True)]))
     samples = Samples.like(
         optimizer, lambda parameter: getattr(parameter, "ds_shape", getattr(parameter, "whole_shape", parameter.shape))
-    )
+    ).of(divided)
     with with_values():
         reason = (why_not_flat_shards if stage else why_not_usable)(wrapper.make_another, samples)
     if reason and stage == 0:

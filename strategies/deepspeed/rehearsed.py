@@ -27,6 +27,7 @@ from ..base import NOTHING, Optim, Strategy
 from .config import DeepSpeedConfig, ZeroOptimization
 from .engine_config import Request, check_wrapper, resolve
 from .half_precision import cast_inputs_and_outputs, check_supported, keep_running_statistics
+from .whole_parameters import looks_at_whole
 
 _listeners: list[Callable[[str, Iterable[Tensor]], object]] = []
 
@@ -550,7 +551,12 @@ class RehearsedWrapper(OptimWrapper):
     def build(self, model: nn.Module) -> None:
         """See OptimWrapper; the optimizer gets this rank's masters in place of the parameters."""
         super().build(model)
-        check_supported(self, self._zero.zero.stage)
+        check_supported(self, stage := self._zero.zero.stage)
+        if stage and looks_at_whole(self):
+            raise ConfigError(
+                f"{self.where}.optimizer: {type(self.optimizer).__name__} cannot be planned under ZeRO, whose formulas have no owners of "
+                'whole matrices; plan with strategy="fsdp", which shards as much at stage 3'
+            )
         self._zero.shard(self.optimizer)
 
     def backward(self, loss: Tensor) -> None:

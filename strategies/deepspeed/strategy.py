@@ -60,6 +60,7 @@ from .half_precision import (
 from .rehearsed import RehearsedZero
 from .split_init import SplitInit, restore_linear
 from .swap_files import SwapFiles
+from .whole_parameters import SeenWhole, check_offloading, looks_at_whole
 from .wrapper import DeepSpeedOptimWrapper, UsedAlike, UsedByNobody
 
 logger = logging.getLogger("flextrain")
@@ -351,6 +352,7 @@ class DeepSpeedStrategy(Strategy):
         self, wrapper: DeepSpeedOptimWrapper, model: nn.Module, stage: int
     ) -> dict[str, dict[str, Any]]:
         """Create the torch optimizer with the trainable parameters; return the groups of only frozen ones, by name."""
+        wrapper._has_ranges = stage > 0
         try:
             with announced(float(self.config.timeout_s)):
                 wrapper.build(model)
@@ -364,6 +366,8 @@ class DeepSpeedStrategy(Strategy):
             ) from error
         optimizer = wrapper.optimizer
         check_supported(wrapper, stage)
+        if stage:
+            check_offloading(wrapper, self.config.zero_optimization)
         frozen_groups = take_out_frozen(optimizer, model)
         if not optimizer.param_groups:
             raise StrategyError(f"{wrapper.where}.optimizer: has no parameter to train, all are frozen")
@@ -379,6 +383,16 @@ class DeepSpeedStrategy(Strategy):
                 if fragment.name in originals:
                     fragment.take(originals[fragment.name])
             engine_internals.check_layout(fragments)
+        if stage and looks_at_whole(self._wrapper):
+            nobody = self._nobody
+            fragments = SeenWhole(
+                self._engine,
+                self._wrapper.adapter,
+                model,
+                fragments,
+                self.device,
+                lambda: () if nobody is None else nobody.unused,
+            ).fragments
         self._wrapper.bind(self._engine, fragments, clips_here=stage == 0)
         return fragments
 

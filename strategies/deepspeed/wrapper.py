@@ -20,6 +20,7 @@ from ...core.comm import collectives as dist
 from ...core.comm.topology import DataShard
 from ...core.device.precision import Precision
 from ...optim import gradients
+from ...optim.adapters import wants_whole
 from ...optim.param_groups import make_for, make_groups
 from ...optim.wrapper import ClipGrad, OptimWrapper, StepInfo, in_strategy
 from ..gradient_hooks import HooksAfterBackward
@@ -98,6 +99,7 @@ class UsedByNobody(_Used):
         device: on which they agree.
 
     Attributes:
+        unused: the names of those that no process has used in this update.
         lags: by how many updates the state of a parameter is behind the count that it shares; those that are not have none.
     """
 
@@ -112,9 +114,10 @@ class UsedByNobody(_Used):
         self._updates = 0
         self.lags: dict[str, int] = {}
         self._fragments: dict[str, Fragment] = {}
-        self._nobody: list[str] = []
+        self.unused: list[str] = []
         self._before: list[tuple[Fragment, Tensor, dict[str, Tensor]]] = []
-        self._optimizer: Optimizer | None = None
+        self._adapter = wrapper.adapter
+        self._in_files = False
         if own:
             wrapper.register_step_pre_hook(self._check)
 
@@ -124,8 +127,7 @@ class UsedByNobody(_Used):
         Args:
             in_files: its state is in files.
         """
-        self._optimizer, self._fragments = optimizer, {fragment.name: fragment for fragment in fragments}
-        self._is_known = type(optimizer).__name__ in _STATE_FROM_ZERO and not in_files
+        self._fragments, self._in_files = {fragment.name: fragment for fragment in fragments}, in_files
         optimizer.register_step_pre_hook(self._keep)
         optimizer.register_step_post_hook(self._put_back)
 
@@ -133,30 +135,37 @@ class UsedByNobody(_Used):
         self._updates += 1
         idle, ends = self._agree()
         # Read only where something was not used: where all was, no process waits for the device.
-        self._nobody = [self._names[number] for number in (ends[0] == 0).nonzero().flatten().tolist()] if idle else []
-        kind, nobody = type(wrapper.optimizer).__name__, set(self._nobody)
+        self.unused = [self._names[number] for number in (ends[0] == 0).nonzero().flatten().tolist()] if idle else []
+        nobody = set(self.unused)
         if again := [name for name in self._names if name in self.lags and name not in nobody and self._counts(name)]:
             raise StrategyError(
                 f"model.{again[0]}: is used in update {self._updates} since the start, after {self.lags[again[0]]} updates in which no "
-                f"process used it, and DeepSpeed counts the updates of all parameters together for {kind}; choose SGD, "
+                f"process used it, and DeepSpeed counts the updates of all parameters together for {self._kind(again[0])}; choose SGD, "
                 'strategy="fsdp", or give strategy.unused_parameters="zeros"'
             )
-        if stuck := [name for name in self._nobody if self._fragments[name].offset is not None and not self._is_known]:
+        if stuck := [n for n in self.unused if self._fragments[n].offset is not None and not self._is_known(n)]:
             raise StrategyError(
                 f"model.{stuck[0]}: no process has used it in update {self._updates} since the start"
                 f"{f', nor {len(stuck) - 1} others' if stuck[1:] else ''}, and DeepSpeed would move it all the same, by momentum or "
-                f'weight decay of {kind}; freeze it, choose AdamW in memory, strategy="fsdp", or give '
+                f'weight decay of {self._kind(stuck[0])}; freeze it, choose AdamW in memory, strategy="fsdp", or give '
                 'strategy.unused_parameters="zeros"'
             )
 
     def _counts(self, name: str) -> bool:
-        assert self._optimizer is not None
-        group = self._optimizer.param_groups[self._fragments[name].group]
-        return type(self._optimizer).__name__ not in _WITHOUT_COUNT or bool(group.get("dampening"))
+        group = self._adapter.optimizer.param_groups[self._fragments[name].group]
+        return self._kind(name) not in _WITHOUT_COUNT or bool(group.get("dampening"))
+
+    def _kind(self, name: str) -> str:
+        """The optimizer that updates a parameter."""
+        group = self._adapter.optimizer.param_groups[self._fragments[name].group]
+        return type(self._adapter.optimizer_of(group)).__name__
+
+    def _is_known(self, name: str) -> bool:
+        return self._kind(name) in _STATE_FROM_ZERO and not self._in_files
 
     def _keep(self, optimizer: Optimizer, *_: Any) -> None:
         flats = {id(flat) for group in optimizer.param_groups for flat in group["params"]}
-        for fragment in (self._fragments[name] for name in self._nobody):
+        for fragment in (self._fragments[name] for name in self.unused):
             if fragment.offset is None:
                 fragment.flat.grad = None
             elif id(fragment.flat) in flats:
@@ -368,6 +377,8 @@ class DeepSpeedOptimWrapper(OptimWrapper):
     _clips_here = False
     _norm: Tensor | None = None
     _update: BeforeUpdate | None = None
+    _has_ranges = False
+    """Whether the engine gives the optimizer ranges of flattened parameters, as stages 1 to 3 do."""
 
     @classmethod
     def of(cls, asked: OptimWrapper, precision: Precision, accumulate: int) -> DeepSpeedOptimWrapper:
@@ -405,6 +416,10 @@ class DeepSpeedOptimWrapper(OptimWrapper):
                     f"{self.where}.optimizer: {type(self.optimizer).__name__} keeps parameters and gradients in memory of "
                     "its own, and so does DeepSpeed; choose one of torch's optimizers"
                 )
+
+    @property
+    def _steps_in_parts(self) -> bool:
+        return self._has_ranges and wants_whole(type(self.optimizer))
 
     def _make(self, model: nn.Module) -> Optimizer:
         with engine_internals.whole_shapes(model):

@@ -45,7 +45,9 @@ class OfMatrices(Recipe):
         options: dict[str, Any] = dict(
             type="Muon", lr=self.lr, weight_decay=0.05, ns_dtype="float64", bucket_mb=self.bucket_mb
         )
-        options["others"] = dict(type="AdamW", lr=3e-3, weight_decay=0.05)
+        options["others"] = dict(
+            type="AdamW", lr=3e-3, weight_decay=0.05, **({} if self.eps is None else dict(eps=self.eps))
+        )
         if self.parts is not None:
             options["parts"] = {"layers.*.qkv": self.parts}
         more: dict[str, Any] = {} if self.clip is None else dict(clip_grad=dict(max_norm=self.clip))

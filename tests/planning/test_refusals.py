@@ -59,6 +59,12 @@ ROWS = {
         {"optim_wrapper.optimizer": {"type": "Muon", "lr": 1e-3}},
         "optim_wrapper.optimizer.others: missing, Muon updates matrices",
     ),
+    "owners": (
+        "mlp",
+        {**ZERO, "zero_optimization": {"stage": 3}},
+        {"optim_wrapper.optimizer": {"type": "Muon", "lr": 1e-3, "others": {"type": "AdamW"}}},
+        "optim_wrapper.optimizer: Muon cannot be planned under ZeRO",
+    ),
     "closure": (
         "mlp",
         "fsdp",
