@@ -562,7 +562,8 @@ def _cross_entropy(logits: Logits, name: str, function: Any, args: Any, kwargs: 
         counts = (parts[i] != given["ignore_index"]).to(wide)
         if weight is not None:
             counts = counts * given["weight"][parts[i].clamp(0, rows.shape[-1] - 1)]
-        return found + z_loss.weight * counts * _log_sum(rows).square()
+        regularised: Tensor = found + z_loss.weight * counts * _log_sum(rows).square()
+        return regularised
 
     if z_loss is not None:
         z_loss.is_added = True

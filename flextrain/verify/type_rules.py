@@ -278,7 +278,7 @@ Kind = int | Mixed
 """The type of all elements, or one for each."""
 
 
-class Types(OperationRecorder):
+class Types(OperationRecorder):  # type: ignore[no-untyped-call]
     """Context that gives every element of every tensor its type, see this module.
 
     Args:
@@ -354,7 +354,7 @@ class Types(OperationRecorder):
         if not tensor.numel():
             return True
         last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        return kind.numel() * tensor.itemsize == tensor.untyped_storage().nbytes() and last < kind.numel()
+        return bool(kind.numel() * tensor.itemsize == tensor.untyped_storage().nbytes() and last < kind.numel())
 
     def writers(self, tensor: Tensor) -> list[int]:
         """The steps that wrote a tensor."""
@@ -462,7 +462,7 @@ class Types(OperationRecorder):
         """Let elements keep their types where an operation moves them; False if they are not mixed."""
         given = _tensors(args)
         kinds = [self.read(each) for each in given]
-        if all(isinstance(kind, int) for kind in kinds) and len({*kinds}) <= 1:  # type: ignore[arg-type]
+        if all(isinstance(kind, int) for kind in kinds) and len({*kinds}) <= 1:
             return False
         name = func.name().partition("::")[2].partition(".")[0]
         filled = iter([kind if not isinstance(kind, int) else torch.full(one.shape, kind, dtype=torch.int32)
@@ -474,7 +474,7 @@ class Types(OperationRecorder):
         elif "chunk_cat" in name:
             found = _chunk_cat(moved[0], options["dim"], options["num_chunks"])
         elif name == "split_with_sizes_copy":
-            sizes = options.get("split_sizes", options.get("all_gather_input_split_sizes"))
+            sizes: Any = options.get("split_sizes", options.get("all_gather_input_split_sizes"))
             found = list(torch.split(moved[0], sizes, options["dim"]))
         else:
             found = _MOVES[name](*moved, **{key: v for key, v in kwargs.items() if key not in ("out", "memory_format")})
@@ -503,8 +503,7 @@ class Types(OperationRecorder):
         if func.namespace == "fsdp" and name == "all_gather_copy_in":
             inputs, output, _sizes, count, index = args
             own_part = output.narrow(0, count * index, count)
-            kinds = [torch.full((each.numel(),), self.read(each), dtype=torch.int32) if isinstance(self.read(each), int)
-                     else self.read(each).reshape(-1) for each in inputs]  # type: ignore[union-attr]  # fmt: skip
+            kinds = [_flat(self.read(each), each.numel()) for each in inputs]
             if kinds:
                 self._set(own_part, _simple(torch.cat(kinds)))
             return True
@@ -557,7 +556,7 @@ class Types(OperationRecorder):
         if op == "sum":
             for i in self.axes.each(axes):
                 bit = 1 << i
-                same = _where(before, lambda k, bit=bit: depends(k) and not (owned(k) | parted(k)) & bit)
+                same = _where(before, functools.partial(_depends_equally, bit))
                 if same is not None and _any(same):
                     step.sums_same |= bit
                     cleared = cleared | (same * (bit << _TIMES))
@@ -653,7 +652,7 @@ def _tensors(value: Any) -> list[Tensor]:
 def _union(kind: Kind) -> int:
     if isinstance(kind, int):
         return kind
-    return _either(kind.unique().tolist())
+    return _either(torch.unique(kind).tolist())
 
 
 def _either(kinds: Iterable[int]) -> int:
@@ -677,12 +676,22 @@ def _spread(kind: Kind, tensor: Tensor, shape: torch.Size) -> Mixed:
         return torch.tensor(_union(kind), dtype=torch.int32).expand(shape)
 
 
+def _flat(kind: Kind, count: int) -> Mixed:
+    """The type of each of so many elements."""
+    return torch.full((count,), kind, dtype=torch.int32) if isinstance(kind, int) else kind.reshape(-1)
+
+
+def _depends_equally(bit: int, kind: int) -> bool:
+    """Whether elements of this type depend on weights, and are the same along this axis."""
+    return depends(kind) and not (owned(kind) | parted(kind)) & bit
+
+
 def _where(kind: Kind, holds: Callable[[int], bool]) -> Any:
     """1 for elements whose type is so, 0 for others."""
     if isinstance(kind, int):
         return int(holds(kind))
     found = torch.zeros_like(kind)
-    for each in kind.unique().tolist():
+    for each in torch.unique(kind).tolist():
         if holds(each):
             found |= (kind == each).int()
     return found
@@ -714,7 +723,7 @@ def _operation(given: Mapping[str, Any]) -> str:
     op = given.get("reduce_op", "sum")
     if isinstance(op, str):
         return op.lower()
-    unboxed: Any = dist.ReduceOp.unbox(op)  # type: ignore[attr-defined]
+    unboxed: Any = dist.ReduceOp.unbox(op)
     for name in ("SUM", "AVG", "MAX", "MIN", "PREMUL_SUM"):
         if unboxed == getattr(dist.ReduceOp, name):
             return "sum" if name == "PREMUL_SUM" else name.lower()

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -201,8 +202,12 @@ def verify_types(
     report = TypeReport(script, processes)
     for name in strategies:
         job = PlannedJob(script, name, processes, arguments=tuple(arguments))
-        report.rows.append(_row(job, timeout_s, lambda what, name=name: on_progress(f"{name}: {what}")))
+        report.rows.append(_row(job, timeout_s, partial(_said_of, name, on_progress)))
     return report
+
+
+def _said_of(name: str, on_progress: Callable[[str], object], what: str) -> None:
+    on_progress(f"{name}: {what}")
 
 
 def _row(job: PlannedJob, timeout_s: float, on_progress: Callable[[str], object]) -> TypeRow:
@@ -492,8 +497,8 @@ class TypedUpdate:
                 start = [step for each in parts_of(parameter) for step in types.writers(each)]
                 self._check("parameter", name, kind, self._parts[name], start)
             for optimizer in optimizers:
-                for parameter, state in optimizer.state.items():
-                    if (known := names.get(id(parameter))) is None:
+                for stated, state in optimizer.state.items():
+                    if (known := names.get(id(stated))) is None:
                         continue
                     for key, value in state.items():
                         kind = _either(types.kind_of(each) for each in parts_of(value))
