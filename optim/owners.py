@@ -164,7 +164,8 @@ class _Holders:
         shape = tuple(parameter.shape)
         if not isinstance(parameter, DTensor):
             whole = tuple((0, size) for size in shape)
-            self.ranks, self.replicas = alone(), [()]
+            self.ranks: tuple[int, ...] = alone()
+            self.replicas: list[tuple[int, ...]] = [()]
             self.held = [[_Held(whole, whole)]]
             if isinstance(parameter, FlatShard):
                 self.held = [_in_order(shape, *ends) for ends in _ranges(parameter).ends]

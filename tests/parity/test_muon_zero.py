@@ -81,9 +81,21 @@ class OfSometimes(OfMatrices):
 SOMETIMES = OfSometimes(eps=EPS[torch.float32])
 
 
+class Decaying(test_muon.WholeShampoo):
+    """Moves what has a gradient, also one of zeros."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            parameter.detach().mul_(0.99)
+        super().step()
+
+
 @dataclasses.dataclass(frozen=True)
 class OfUsersSometimes(OfUsers):
     """The same of an optimizer that owns whole parameters, one of which has no gradient in the second update."""
+
+    def optim(self) -> OptimWrapper:
+        return OptimWrapper(dict(type=Decaying, lr=self.lr), clip_grad=dict(max_norm=1.0))
 
     def model(self, name: str) -> nn.Module:
         torch.manual_seed(7)
