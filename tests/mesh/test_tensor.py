@@ -490,3 +490,24 @@ def test_local_tensors_that_would_be_cut_wrongly(
     assert isinstance(raised.value.__cause__, StrategyError)
     assert message in str(raised.value.__cause__)
     assert "\n" not in str(raised.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("again", "name"),
+    [
+        ({"a": 1.0, "b": 2.0}, None),
+        ({"a": 1.0, "b": 2.1}, "b"),
+        ({"a": float("nan"), "b": 2.0}, "a"),
+        ({"a": 1.0}, "b"),
+        ({"a": 1.0, "b": 2.0, "c": 3.0}, "c"),
+    ],
+)
+def test_a_second_forward_is_compared_with_the_first(again: dict[str, float], name: str | None) -> None:
+    """Also one that calls fewer modules, or more."""
+    seen = local_tensors._Seen()
+    for key, value in {"a": 1.0, "b": 2.0}.items():
+        seen.add(key, torch.full((3,), value))
+    seen.is_again = True
+    for key, value in again.items():
+        seen.add(key, torch.full((3,), value))
+    assert seen.differing() == name

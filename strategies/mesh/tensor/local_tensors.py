@@ -6,6 +6,8 @@ without an error, for example where a joint projection is cut. Therefore the fir
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -61,7 +63,7 @@ class LocalTensors:
         self.mesh, self.group, self.size = mesh, mesh.get_group(), mesh.size()
         self.is_exact = False
         """Whether DTensors are passed on between modules, as without this class."""
-        self.seen: list[tuple[str, Tensor]] | None = None
+        self.seen: _Seen | None = None
         """What planned modules take and return, while it is compared."""
         self.open: list[str] = []
         """Modules whose divided outputs no row-wise module has taken yet."""
@@ -134,16 +136,17 @@ class LocalTensors:
         Raises:
             StrategyError: on every process, if they differ, or if a part of the model has shards where it needs all.
         """
-        found: list[list[tuple[str, Tensor]]] = []
+        seen = _Seen()
         gradients: list[dict[str, Tensor]] = []
         try:
             for self.is_exact in (True, False):
-                self.seen, self.open = [], []
+                self.seen, self.open = seen, []
                 with trying(self._model), of_some_dtensors() if self.is_exact else self.running():
                     outputs = [each for each in tree_flatten(compute())[0] if isinstance(each, Tensor)]
-                    tensors = [each for each in outputs if each.is_floating_point()]
-                    found.append([*self.seen, *(("the output", _whole(each)) for each in tensors)])
-                    self.seen = None  # backward may compute some once more
+                    for each in outputs:
+                        if each.is_floating_point():
+                            seen.add("the output", _whole(each))
+                    self.seen, seen.is_again = None, True  # backward may compute some once more
                     if torch.is_grad_enabled():
                         gradients.append(differentiated(self._model, outputs[0]))
         except Exception as error:  # shapes that do not fit raise anything
@@ -157,20 +160,57 @@ class LocalTensors:
             raise StrategyError(
                 f'{LOCAL_ADVICE} no row-wise module takes the shard that {self.open[-1]} returns; make it "colwise_gather_output"'
             )
-        for (name, expected), (_, local) in zip(*found, strict=True):
-            allowed = _TOLERANCE.get(expected.element_size(), 1e-3) * float(expected.abs().max())
-            if expected.shape != local.shape or not float((expected - local).abs().max()) <= allowed:
-                raise StrategyError(f"{LOCAL_ADVICE} {name} is computed differently from one device")
+        if (name := seen.differing()) is not None:
+            raise StrategyError(f"{LOCAL_ADVICE} {name} is computed differently from one device")
         if gradients:
             exact, local = gradients
             parameter = next(self._model.parameters())
             # Autocast and FSDP compute in another dtype than that of parameters.
-            dtype = min((each.dtype for _, each in found[0]), key=lambda one: one.itemsize, default=parameter.dtype)
+            dtype = min(seen.dtypes, key=lambda one: one.itemsize, default=parameter.dtype)
             wrong = differing(local, exact, dtype, parameter.device)
             if wrong is not None:
                 raise StrategyError(
                     f"{LOCAL_ADVICE} the gradient of {wrong[0]} differs by {wrong[1]:.1e} of its size from that of one device"
                 )
+
+
+class _Seen:
+    """What modules take and return in a forward, and how far it differs when they are called again in the same order.
+
+    The first waits in the host's memory: of all layers, and whole, it may be more than backward needs.
+    """
+
+    def __init__(self) -> None:
+        self.is_again = False
+        """Whether what is added is compared with what was added before."""
+        self.dtypes: set[torch.dtype] = set()
+        """Of what was added first."""
+        self._before: deque[tuple[str, Tensor]] = deque()
+        self._compared: list[tuple[str, int, Tensor | None]] = []
+
+    @torch.no_grad()
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Note a tensor that all processes have, whole."""
+        tensor = tensor.detach()
+        if not self.is_again:
+            self.dtypes.add(tensor.dtype)
+            self._before.append((name, tensor.to("cpu")))
+            return
+        if not self._before or self._before[0][1].shape != tensor.shape:
+            self._compared.append((name, 0, None))
+            return
+        _, waiting = self._before.popleft()
+        expected = waiting.to(tensor.device)
+        figures = torch.stack([(expected - tensor).abs().max().float(), expected.abs().max().float()])
+        self._compared.append((name, expected.element_size(), figures))
+
+    def differing(self) -> str | None:
+        """Return the name of the first tensor that was another one the second time; None if all were the same."""
+        for name, size, figures in self._compared:
+            difference, largest = (math.inf, 0.0) if figures is None else figures.tolist()
+            if not difference <= _TOLERANCE.get(size, 1e-3) * largest:
+                return name
+        return self._before[0][0] if self._before else None
 
 
 class _Repetition(AbstractContextManager[None]):
@@ -222,7 +262,7 @@ class _Planned:
             tensor = cast(Tensor, DTensor.from_local(tensor, self._local.mesh, (layout,), run_check=False))
         if self._local.seen is not None and self._whole is not None and isinstance(tensor, DTensor):
             # Beside what it returns, in which a weight that was initialised with zeros shows nothing.
-            self._local.seen.append((f"the input of {self._name}", _whole(tensor)))
+            self._local.seen.add(f"the input of {self._name}", _whole(tensor))
         return tensor
 
     def _is_shard(self, tensor: Tensor) -> bool:
@@ -232,7 +272,7 @@ class _Planned:
         if self._gathers:
             tensor = tensor.redistribute(placements=(Replicate(),))
             if self._local.seen is not None and tensor.is_floating_point():
-                self._local.seen.append((self._name, tensor.to_local().detach()))
+                self._local.seen.add(self._name, tensor.to_local())
         return tensor if self._local.is_exact or (self._gives_dtensors and not self._gathers) else tensor.to_local()
 
 
@@ -265,10 +305,10 @@ class _LocalLinear(_Planned):
         local, module = self._local, self._module
         if local.seen is not None:
             shard = DTensor.from_local(input.detach(), local.mesh, (Shard(input.ndim - 1),), run_check=False)
-            local.seen.append((f"the input of {self._name}", _whole(shard)))
+            local.seen.add(f"the input of {self._name}", _whole(shard))
         output: Tensor = _Linear.apply(input, module.weight, module.bias, local.group)
         if local.seen is not None:
-            local.seen.append((self._name, output.detach()))
+            local.seen.add(self._name, output)
         local.close()
         return output
 
