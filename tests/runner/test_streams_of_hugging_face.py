@@ -104,11 +104,11 @@ def test_it_is_so_with_workers(tmp_path: Path, name: str, workers: int) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.full
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("readers", [0, 2])
 @pytest.mark.parametrize("name", ["rows", "interleaved by chance", "shuffled"])
-def test_it_is_so_on_two_processes(workers2: WorkerGroup, tmp_path: Path, name: str, workers: int) -> None:
-    whole = workers2.run(train_in_parts, tmp_path / "whole", name, [8], workers)
-    assert workers2.run(train_in_parts, tmp_path / "parts", name, [2, 3, 5, 8], workers) == whole
+def test_it_is_so_on_two_processes(workers2: WorkerGroup, tmp_path: Path, name: str, readers: int) -> None:
+    whole = workers2.run(train_in_parts, tmp_path / "whole", name, [8], readers)
+    assert workers2.run(train_in_parts, tmp_path / "parts", name, [2, 3, 5, 8], readers) == whole
 
 
 @pytest.mark.distributed
