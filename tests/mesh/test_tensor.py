@@ -511,3 +511,12 @@ def test_a_second_forward_is_compared_with_the_first(again: dict[str, float], na
     for key, value in again.items():
         seen.add(key, torch.full((3,), value))
     assert seen.differing() == name
+
+
+def test_what_the_model_changes_in_place_afterwards_is_compared_as_it_was() -> None:
+    seen = local_tensors._Seen()
+    for seen.is_again in (False, True):
+        output = torch.ones(3)
+        seen.add("a", output)
+        output += 1  # a residual
+    assert seen.differing() is None

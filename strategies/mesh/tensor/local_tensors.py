@@ -194,7 +194,7 @@ class _Seen:
         tensor = tensor.detach()
         if not self.is_again:
             self.dtypes.add(tensor.dtype)
-            self._before.append((name, tensor.to("cpu")))
+            self._before.append((name, tensor.to("cpu", copy=True)))  # the model may change it in place
             return
         if not self._before or self._before[0][1].shape != tensor.shape:
             self._compared.append((name, 0, None))
