@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -89,6 +89,14 @@ def _longest(texts: list[str]) -> int:
 
 
 # Print text in rich tables without markup: rich would read ``[deepspeed]`` as markup and drop it.
+
+
+def as_text(shown: RenderableType, width: int) -> str:
+    """Return what a console of so many columns shows, without colours."""
+    console = Console(width=width, color_system=None, force_terminal=False, markup=False, emoji=False)
+    with console.capture() as capture:
+        console.print(shown)
+    return capture.get()
 
 
 def add_row(table: Table, *cells: str | Text, style: str | None = None) -> None:

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.text import Text
 
 from ..core.base.errors import ConfigError, FlexTrainError, suggest
 from ..strategies.base import Strategy
-from ..tables import FittedTable, add_row
+from ..tables import FittedTable, add_row, as_text
 from .conformance_checks import CHECKS, RefusedError, StrategyUnderTest
 from .differences import FLOAT32_TOLERANCE, CheckFailedError
 from .sessions import StrategyLike, make_strategy, strategy_name, with_class
@@ -93,10 +92,7 @@ class ConformanceReport:
         return table
 
     def __str__(self) -> str:
-        console = Console(width=120, color_system=None, force_terminal=False, markup=False, emoji=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get()
+        return as_text(self, width=120)
 
 
 class ConformanceError(FlexTrainError, AssertionError):

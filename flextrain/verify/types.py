@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console, Group
+from rich.console import Group
 from rich.text import Text
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -30,7 +30,7 @@ from ..plan.plan import PlannedJob
 from ..plan.rehearsing import rehearsal
 from ..plan.update import Training
 from ..runner.loops.step import Stepper
-from ..tables import FittedTable, add_row
+from ..tables import FittedTable, add_row, as_text
 from ..testing.workers import WorkerError, WorkerGroup
 from ..user_script import runner_arguments
 from .type_rules import (
@@ -150,10 +150,7 @@ class TypeReport:
         return Group(table, *lines)
 
     def __str__(self) -> str:
-        console = Console(width=160, color_system=None, force_terminal=False, markup=False, emoji=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get()
+        return as_text(self, width=160)
 
 
 def _counted(types: Mapping[str, Mapping[str, str]]) -> str:

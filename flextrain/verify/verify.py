@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.text import Text
 
 from ..core.base.errors import ConfigError, FlexTrainError
 from ..optim.canonical import split_key
-from ..tables import FittedTable, add_row
+from ..tables import FittedTable, add_row, as_text
 from ..testing.simulation.group_private import check_threads_as_ranks
 from ..testing.workers import WorkerError, WorkerGroup
 from .parity import Job, ProcessTrace, Way, train_alone, train_simulated, train_with
@@ -137,10 +137,7 @@ class VerifyReport:
         return Group(table, *lines)
 
     def __str__(self) -> str:
-        console = Console(width=160, color_system=None, force_terminal=False, markup=False, emoji=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get()
+        return as_text(self, width=160)
 
 
 def verify(

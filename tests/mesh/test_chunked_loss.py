@@ -11,10 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flextrain import SingleDeviceStrategy
 from flextrain.core.model import logits
+from flextrain.core.torch_compat.torch_private import TorchDispatchMode
 from flextrain.runner.transforms.chunked_loss import ChunkedLoss
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_numbers, same_tensors

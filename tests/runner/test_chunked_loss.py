@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from flextrain import ConfigError, FlexibleRunner, StrategyError
 from flextrain.core.model import logits as module
-from flextrain.core.torch_compat.torch_private import tree_flatten
+from flextrain.core.torch_compat.torch_private import TorchDispatchMode, tree_flatten
 from flextrain.runner.transforms.chunked_loss import ChunkedLoss, large_logits
 
 WORDS, WIDTH, ROWS, CHUNK = 97, 8, (4, 10), 6
