@@ -200,7 +200,14 @@ def test_the_same_bits_as_in_memory(
 
 
 class Bursts(Wide):
-    """Loses its finite loss at a third call."""
+    """Loses its finite loss at a third call.
+
+    Every gradient is far from zero: that of a bias that a norm takes away is nothing but rounding, which Adam makes large.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes = nn.Sequential(self.sometimes, nn.Tanh())
 
     def logits(self, x: Tensor) -> Tensor:
         return super().logits(x) * (math.inf if self.calls == 3 else 1.0)
@@ -219,7 +226,7 @@ def test_a_skipped_update_leaves_nothing_behind(workers2: WorkerGroup, tmp_path:
         workers2.run(skipped, on_files(tmp_path)), workers2.run(skipped, memory), strict=True
     ):
         assert flags == reference == [False, False, True, False, False, False]
-        same_tensors(weights, expected, "weights", 1e-5)
+        same_tensors(weights, expected, "weights", 1e-6)
 
 
 # Files of the size that DeepSpeed has them for, and refusals
