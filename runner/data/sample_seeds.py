@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import random
 import re
@@ -223,7 +224,8 @@ class WorkerInit:
     """The worker_init_fn: restores ``dataset`` of the worker info to the user's, then calls the user's function.
 
     The worker goes on for a while after the signals that end a run, whose last update needs its batches. If it is stuck,
-    the watchdog can ask it where.
+    the watchdog can ask it where. What a forked worker inherits is never collected there: process groups that nobody refers
+    to any more would wait for threads that only the parent has, and the worker would crash.
     """
 
     def __init__(self, function: Callable[[int], None] | None) -> None:
@@ -236,6 +238,7 @@ class WorkerInit:
         return {**self.__dict__, "_shard": process_shard()}
 
     def __call__(self, worker: int) -> None:
+        gc.freeze()
         if self._shard is not None:
             tell_worker(self._shard)
         self._outliving.begin()

@@ -348,9 +348,18 @@ rule(r"Can't (?:pickle|get) (?:local )?(?:object|attribute|<)|cannot pickle|Pick
 rule(r"before the current process has finished its\s+bootstrapping")(
     'new processes import the script: protect its last lines by `if __name__ == "__main__":`'
 )
-rule(r"DataLoader worker \(pid\(?s?\)? ?[\d, ]+\) (?:exited unexpectedly|is killed)")(
-    "the system ended a worker, mostly for memory: fewer num_workers, a smaller prefetch_factor, more /dev/shm"
-)
+
+
+@rule(r"DataLoader worker \(pid\(?s?\)? ?[\d, ]+\) (?:exited unexpectedly|is killed)")
+def _ended_worker(failure: Failure) -> str:
+    if crash := re.search(r"signal: (Segmentation fault|Aborted|Illegal)", f"{failure.text} {failure.error.__cause__}"):
+        return (
+            f"a worker crashed in compiled code ({crash[1]}): num_workers=0 shows where; where that does not crash, "
+            'env_cfg=dict(mp_cfg=dict(mp_start_method="spawn"))'
+        )
+    return "the system ended a worker, mostly for memory: fewer num_workers, a smaller prefetch_factor, more /dev/shm"
+
+
 rule(r"DataLoader timed out after")(
     "one batch took longer than the dataloader's timeout: a larger one, or more num_workers"
 )

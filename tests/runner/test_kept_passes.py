@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from flextrain.runner.data.dataloaders import TrainData
+from flextrain.runner.data.streams.divided_streams import KeptPasses
 
 from .training import built_loader
 
@@ -123,6 +125,16 @@ def test_workers_whose_shares_are_unequal(kind: type[Ending], keeps: bool) -> No
     found = check_every_cut(lambda: data(kind(2, 5), (0, 1), 2, num_workers=2, persistent_workers=keeps), passes=2)
     numbers = [*range(2), *range(1000, 1005)]
     assert sorted(chain(*found)) == sorted(100 * epoch + number for epoch in range(2) for number in numbers)
+
+
+def test_a_worker_that_is_no_fork_has_a_copy() -> None:
+    """At the beginning, and restored."""
+    whole = KeptPasses(Late(7))
+    assert list(pickle.loads(pickle.dumps(whole))) == list(range(7))
+    list(islice(whole, 3))
+    other = KeptPasses(Late(7))
+    other.load_state_dict(whole.state_dict())
+    assert list(pickle.loads(pickle.dumps(other))) == list(range(3, 7))
 
 
 class BySeedOfWorker(IterableDataset[Any]):

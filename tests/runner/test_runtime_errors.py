@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -413,6 +414,10 @@ FAILURES: dict[tuple[str, str], dict[str, tuple[dict[str, Any], str]]] = {
         "worker-dies": (
             in_worker(lambda s, i: os._exit(3)),
             "the system ended a worker, mostly for memory: fewer num_workers, a sma",
+        ),
+        "worker-crashes": (
+            in_worker(lambda s, i: os.kill(os.getpid(), signal.SIGSEGV)),
+            "a worker crashed in compiled code (Segmentation fault): num_workers=0",
         ),
         "worker-sleeps": (
             in_worker(sleeping, timeout=1),

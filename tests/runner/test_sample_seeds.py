@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -358,6 +359,42 @@ def test_workers_have_the_user_s_dataset_and_the_epoch(persistent: bool) -> None
 def test_workers_that_seed_themselves(method: str) -> None:
     options = dict(num_workers=1, multiprocessing_context=method, worker_init_fn=seed_everything)
     assert rows(data(Noisy(), **options), 0, 5) == over_processes(1, 0)[10:]
+
+
+class Collects(Dataset[bool]):
+    """Collects garbage; a sample tells of an object that nobody refers to but itself whether this process has ended it."""
+
+    def __init__(self) -> None:
+        self.ended = [False]
+        left = Left()
+        left.itself, left.ended = left, self.ended
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> bool:
+        gc.collect()
+        return self.ended[0]
+
+
+class Left:
+    itself: Any
+    ended: list[bool]
+
+    def __del__(self) -> None:
+        self.ended[0] = True
+
+
+@pytest.mark.processes
+def test_a_forked_worker_ends_nothing_of_its_parent() -> None:
+    """A process group that its parent left would wait there for a thread that is none, and the worker would crash."""
+    gc.disable()
+    try:
+        options = dict(num_workers=1, multiprocessing_context="fork", collate_fn=list)
+        source = data(Collects(), batch_size=1, **options)
+        assert [batch for (batch,) in source.windows(0)] == [[False]]
+    finally:
+        gc.enable()
 
 
 # Streams

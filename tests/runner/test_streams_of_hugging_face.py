@@ -102,6 +102,15 @@ def test_it_is_so_with_workers(tmp_path: Path, name: str, workers: int) -> None:
     assert train_in_parts(tmp_path / "parts", name, [3, 4, 9, 15], workers) == whole
 
 
+@pytest.mark.full
+def test_it_is_so_with_workers_that_are_no_forks(tmp_path: Path) -> None:
+    whole, parts = (
+        in_parts(tmp_path / str(len(ends)), rows, ends, num_workers=2, multiprocessing_context="spawn")
+        for ends in ([6], [2, 3, 6])
+    )
+    assert parts == whole
+
+
 @pytest.mark.distributed
 @pytest.mark.full
 @pytest.mark.parametrize("readers", [0, 2])

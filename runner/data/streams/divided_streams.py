@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 import logging
 from collections.abc import Iterator
@@ -16,6 +17,15 @@ from .hugging_face import is_of_hugging_face
 
 SHARD = "shard"
 """Key of a dataloader: True: divide its data over the processes; False: every process has its own data already."""
+
+
+class _Nothing(enum.Enum):
+    """No item or state, where None may be one; it stays the same object in workers that are no forks."""
+
+    NOTHING = enum.auto()
+
+
+_NONE = _Nothing.NOTHING
 
 
 def undivided(where: str, name: str, count: int, loader: str = "") -> ConfigError:
@@ -114,9 +124,6 @@ class DividedStream(IterableDataset[Any]):
     def _load(self, state: dict[str, Any]) -> None:
         self.dataset.load_state_dict(state["dataset"])
         self._read = self._start = state["read"]
-
-
-_NONE = object()
 
 
 class KeptPasses(IterableDataset[Any]):
