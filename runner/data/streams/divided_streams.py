@@ -25,7 +25,7 @@ class _Nothing(enum.Enum):
     NOTHING = enum.auto()
 
 
-_NONE = _Nothing.NOTHING
+_NONE: Any = _Nothing.NOTHING
 
 
 def undivided(where: str, name: str, count: int, loader: str = "") -> ConfigError:
