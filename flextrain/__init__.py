@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from .core.base.errors import NonFiniteError as NonFiniteError
     from .core.base.errors import StrategyError as StrategyError
     from .core.base.errors import TrialPruned as TrialPruned
+    from .core.base.events import append_event as append_event
     from .core.base.events import heartbeat as heartbeat
+    from .core.base.events import read_events as read_events
     from .core.base.registry import DATA_SAMPLERS as DATA_SAMPLERS
     from .core.base.registry import DATASETS as DATASETS
     from .core.base.registry import EVALUATOR as EVALUATOR
@@ -175,7 +177,7 @@ _HOMES = {
     ],
     "core.config_files": ["Config", "ConfigDict", "DictAction", "read_base"],
     "core.device.device": ["DeviceSpec", "register_device"],
-    "core.base.events": ["heartbeat"],
+    "core.base.events": ["append_event", "heartbeat", "read_events"],
     "core.base.errors": [
         "FlexTrainError",
         "ConfigError",

@@ -152,7 +152,7 @@ class Strategy:
     tolerance: ClassVar[float | None] = None
     """Relative difference from one device that ``check_strategy`` counts as rounding; None: the kit's own."""
     _given_as: Mapping[str, str] = MappingProxyType({})  # where options that are not under ``strategy`` were given
-    interface_version: ClassVar[int] = INTERFACE_VERSION
+    interface_version: ClassVar[int | range] = INTERFACE_VERSION
     """The version of this interface that a class is written for; a package states it, and another one is refused."""
 
     def __init__(self, **options: Any) -> None:

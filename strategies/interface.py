@@ -62,12 +62,13 @@ EARLIER = {
 
 def check_interface(kind: type) -> None:
     """Raise ConfigError for a class that is written for another version of the interface, by what it says or defines."""
-    stated = getattr(kind, "interface_version", INTERFACE_VERSION)
-    if stated != INTERFACE_VERSION:
-        newer = isinstance(stated, int) and stated > INTERFACE_VERSION
+    stated: Any = getattr(kind, "interface_version", INTERFACE_VERSION)
+    versions = stated if isinstance(stated, range) else (stated,)
+    if INTERFACE_VERSION not in versions:
+        newer = all(isinstance(one, int) and one > INTERFACE_VERSION for one in versions)
         advice = "update flextrain" if newer else "update its package, or change it as docs/strategy_interface.md says"
         raise ConfigError(
-            f"strategy: {kind.__name__} is written for version {stated!r} of Strategy's interface and flextrain {__version__} has "
+            f"strategy: {kind.__name__} is written for version {' or '.join(map(repr, versions))} of Strategy's interface and flextrain {__version__} has "
             f"version {INTERFACE_VERSION}; {advice}"
         )
     refuse_unused(kind, EARLIER, "strategy")

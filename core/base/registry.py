@@ -500,23 +500,23 @@ def _function(name: str) -> Factory | None:
     return data.default_collate if name == "default_collate" else None
 
 
-MODELS = Registry("model")
-DATASETS = Registry("dataset")
+MODELS = Registry("model", entry_points="flextrain.models")
+DATASETS = Registry("dataset", entry_points="flextrain.datasets")
 FUNCTIONS = Registry("function")
 FUNCTIONS.add_lookup(_function, lambda: ["default_collate"])
-OPTIMIZERS = Registry("optimizer")
+OPTIMIZERS = Registry("optimizer", entry_points="flextrain.optimizers")
 OPTIMIZERS.add_lookup(_torch_optimizer, _torch_optimizer_names)
 OPTIM_WRAPPERS = Registry("optimizer wrapper", lists_names=True)
 OPTIM_WRAPPER_CONSTRUCTORS = Registry("optimizer wrapper constructor")
 PARAM_SCHEDULERS = Registry("parameter scheduler")
 STRATEGIES = Registry("strategy", entry_points="flextrain.strategies", lists_names=True)
 DATA_SAMPLERS = Registry("sampler")
-METRICS = Registry("metric")
+METRICS = Registry("metric", entry_points="flextrain.metrics")
 EVALUATOR = Registry("evaluator")
-HOOKS = Registry("hook")
+HOOKS = Registry("hook", entry_points="flextrain.hooks")
 LOOPS = Registry("loop", lists_names=True)
-REPORTERS = Registry("reporter")
-TRANSFORMS = Registry("transform", lists_names=True)
+REPORTERS = Registry("reporter", entry_points="flextrain.reporters")
+TRANSFORMS = Registry("transform", entry_points="flextrain.transforms", lists_names=True)
 VISUALIZERS = Registry("visualizer")
 REGISTRIES = [value for value in globals().values() if isinstance(value, Registry)]
 

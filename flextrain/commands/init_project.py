@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.base.errors import ConfigError, counted
 from .output import FoldedHelp
 
-_TEMPLATES = Path(__file__).parents[1] / "templates"
-_IGNORED = _TEMPLATES / "gitignore"
+TEMPLATES = Path(__file__).parents[1] / "templates"
+IGNORED = TEMPLATES / "gitignore"
 """Of every project; its own name would have a meaning in this repository."""
 
 
@@ -71,18 +72,28 @@ def write_project(kind: str, folder: Path) -> list[Path]:
         ConfigError: one of them exists, or the folder is a file or cannot be written to; nothing has been written then,
             except before an error of the disk.
     """
-    source = _TEMPLATES / kind.replace("-", "_")
+    source = TEMPLATES / kind.replace("-", "_")
     own = sorted(path for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    files = {folder / path.relative_to(source): path for path in own} | {folder / ".gitignore": _IGNORED}
-    if there := next((path for path in files if path.exists() or path.is_symlink()), None):
-        raise ConfigError(f"init: {there} exists and nothing is overwritten, give another folder")
+    files = {path.relative_to(source): path.read_text() for path in own} | {Path(".gitignore"): IGNORED.read_text()}
+    return write_files(files, folder, "init")
+
+
+def write_files(files: Mapping[Path, str], folder: Path, command: str) -> list[Path]:
+    """Write texts by their paths in a folder, and return the paths.
+
+    Raises:
+        ConfigError: see ``write_project``; its message begins with ``command``.
+    """
+    texts = {folder / path: text for path, text in files.items()}
+    if there := next((path for path in texts if path.exists() or path.is_symlink()), None):
+        raise ConfigError(f"{command}: {there} exists and nothing is overwritten, give another folder")
     try:
-        for target, path in files.items():
+        for target, text in texts.items():
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("x") as file:  # it may have come into being since
-                file.write(path.read_text())
+                file.write(text)
     except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigError(f"init: {error.filename} is a file, give another folder") from None
+        raise ConfigError(f"{command}: {error.filename} is a file, give another folder") from None
     except OSError as error:
-        raise ConfigError(f"init: {error.filename or folder} cannot be written, {error.strerror}") from None
-    return list(files)
+        raise ConfigError(f"{command}: {error.filename or folder} cannot be written, {error.strerror}") from None
+    return list(texts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.metadata
 import sys
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ..reference.entry import Entry
 
 _COMMANDS = "commands"
+_PLUGINS = "plugins"
 _MACHINES = "machines"
 _OTHERS = {
     "options": "arguments of FlexibleRunner and the keys in them",
@@ -26,6 +28,7 @@ _OTHERS = {
     "public-names": "what `from flextrain import` gives",
     _MACHINES: "those of `flextrain plan`",
     _COMMANDS: "what `flextrain` does, also those of other packages",
+    _PLUGINS: "installed packages that add names, devices or commands",
 }
 """Kinds that no registry has."""
 _CAPTIONS = {"metrics": "and every metric of torchmetrics, by name: flextrain show MeanMetric"}
@@ -84,11 +87,24 @@ def print_kind(kind: str, as_json: bool, commands: Any) -> None:
     if kind == _MACHINES:
         print_machines(as_json)
         return
-    if kind == _COMMANDS:  # argparse has no public way to ask for what its help lists
+    if kind == _PLUGINS:
+        descriptions = plugins()
+    elif kind == _COMMANDS:  # argparse has no public way to ask for what its help lists
         descriptions = {action.dest: (action.help or "") % {} for action in commands._choices_actions}
     else:
         descriptions = {entry.name: entry.summary for entry in _entries(kind)} if kind in _OTHERS else _types(kind)
     print_json(descriptions) if as_json else _print_table(kind, descriptions)
+
+
+def plugins() -> dict[str, str]:
+    """Installed packages that add something by an entry point, with their versions and what they add; none is imported."""
+    found = {}
+    for package in importlib.metadata.distributions():
+        points = [point for point in package.entry_points if point.group.startswith("flextrain.")]
+        if points and package.name != "flextrain":
+            added = ", ".join(f"{point.group.removeprefix('flextrain.')}: {point.name}" for point in points)
+            found[f"{package.name} {package.version}"] = added
+    return dict(sorted(found.items()))
 
 
 def _types(kind: str) -> dict[str, str]:

@@ -147,31 +147,66 @@ def check_strategy(
         ConformanceError: lists every failed check with the difference that was found.
     """
     names = _selected(only, skip)
-    given: object = strategy
-    if isinstance(given, Strategy):
-        kind = type(given).__name__
-        raise ConfigError(f"check_strategy.strategy: an object serves one model, give {kind} or dict(type={kind}, ...)")
-    made = make_strategy(strategy)  # the constructor may raise, and starts nothing
-    reasons = _not_promised(made)
-    if tolerance is None:
-        tolerance = FLOAT32_TOLERANCE if made.tolerance is None else made.tolerance
-    report = ConformanceReport(strategy_name(strategy), world_size, tolerance)
-    strategy = with_class(strategy)
-    group = workers or WorkerGroup(world_size, timeout_s)
-    if group.world_size != world_size:
-        raise ConfigError(f"check_strategy.workers: has {group.world_size} processes, world_size is {world_size}")
+    conformance = Conformance(
+        strategy, world_size=world_size, workers=workers, tolerance=tolerance, timeout_s=timeout_s
+    )
+    report = conformance.report
     try:
         for name in ORDER:
             if name in names:
-                report.results.append(_make(name, strategy, group, tolerance, reasons.get(name)))
+                report.results.append(conformance.run(name))
             elif name in skip:
                 report.results.append(CheckResult(name, CHECKS[name][0], "skipped"))
     finally:
-        if workers is None:
-            group.close()
+        conformance.close()
     if not report.passed:
         raise ConformanceError(report)
     return report
+
+
+class Conformance:
+    """One strategy with the processes in which its checks run, and an empty report.
+
+    Args:
+        strategy, world_size, workers, tolerance, timeout_s: see ``check_strategy``.
+
+    Raises:
+        ConfigError: a wrong argument, or name in ``not_promised``. No process has started then, and none does before ``run``.
+    """
+
+    def __init__(
+        self,
+        strategy: StrategyLike,
+        *,
+        world_size: int = 2,
+        workers: WorkerGroup | None = None,
+        tolerance: float | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        given: object = strategy
+        if isinstance(given, Strategy):
+            kind = type(given).__name__
+            raise ConfigError(
+                f"check_strategy.strategy: an object serves one model, give {kind} or dict(type={kind}, ...)"
+            )
+        if workers is not None and workers.world_size != world_size:
+            raise ConfigError(f"check_strategy.workers: has {workers.world_size} processes, world_size is {world_size}")
+        made = make_strategy(strategy)  # the constructor may raise, and starts nothing
+        self._reasons = _not_promised(made)
+        if tolerance is None:
+            tolerance = FLOAT32_TOLERANCE if made.tolerance is None else made.tolerance
+        self.report = ConformanceReport(strategy_name(strategy), world_size, tolerance)
+        self._strategy, self._is_own = with_class(strategy), workers is None
+        self._workers = workers or WorkerGroup(world_size, timeout_s)
+
+    def run(self, name: str) -> CheckResult:
+        """Make one check."""
+        return _make(name, self._strategy, self._workers, self.report.tolerance, self._reasons.get(name))
+
+    def close(self) -> None:
+        """End the processes that were not given."""
+        if self._is_own:
+            self._workers.close()
 
 
 def _not_promised(strategy: Strategy) -> Mapping[str, str]:

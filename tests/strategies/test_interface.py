@@ -115,17 +115,21 @@ def test_what_is_advised_can_be_done() -> None:
     [
         (1, "update its package, or change it as docs/strategy_interface.md says"),
         (INTERFACE_VERSION + 1, "update flextrain"),
+        (range(INTERFACE_VERSION + 1, INTERFACE_VERSION + 3), "update flextrain"),
+        (range(1, INTERFACE_VERSION), "update its package"),
     ],
 )
-def test_a_class_for_another_version_is_refused(stated: int, advice: str) -> None:
+def test_a_class_for_another_version_is_refused(stated: int | range, advice: str) -> None:
     class Theirs(DDPStrategy):
         interface_version = stated
 
-    said = rf"^strategy: Theirs is written for version {stated} of Strategy's interface and .* version {INTERFACE_VERSION}; {advice}$"
+    versions = " or ".join(map(str, stated if isinstance(stated, range) else [stated]))
+    said = rf"^strategy: Theirs is written for version {versions} of Strategy's interface and .* version {INTERFACE_VERSION}; {advice}"
     with pytest.raises(ConfigError, match=said):
         build_strategy(dict(type=Theirs))
-    Theirs.interface_version = INTERFACE_VERSION
-    assert isinstance(build_strategy(dict(type=Theirs)), Theirs)
+    for tried in (INTERFACE_VERSION, range(1, INTERFACE_VERSION + 1)):
+        Theirs.interface_version = tried
+        assert isinstance(build_strategy(dict(type=Theirs)), Theirs)
 
 
 def test_a_function_holds_for_subclasses_and_may_ask_that_of_the_class_above() -> None:

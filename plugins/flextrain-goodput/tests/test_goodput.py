@@ -1,0 +1,253 @@
+"""The ledger of a job adds up to its time, and says where it went, also over kills of known length."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flextrain_goodput import GoodputHook, ledger_of
+from flextrain_goodput import command as goodput_command
+from flextrain_goodput.ledger import KINDS, duration, summary
+from torch import nn, rand
+from torch.utils.data import TensorDataset
+
+from flextrain import ConfigError, FlexibleRunner, Hook, read_events
+
+# From events
+
+
+def spent(when: float, iter: int, began: float, queued_until: float | None = None, **seconds: float) -> dict[str, Any]:
+    zeros = dict.fromkeys(("start_up", "first", "training", "waiting", "evaluation", "saving"), 0.0)
+    return {
+        "event": "spent", "time": when, "iter": iter, "began": began, "queued_until": queued_until, "spent": zeros | seconds,
+    }  # fmt: skip
+
+
+def event(when: float, name: str, **facts: Any) -> dict[str, Any]:
+    return {"event": name, "time": when, **facts}
+
+
+KILLED = [
+    spent(110, 0, began=100, start_up=10),
+    spent(120, 10, began=100, start_up=10, first=1, training=10),
+    event(121, "saved"),
+    spent(130, 20, began=100, start_up=10, first=1, training=19, saving=1),
+    event(134, "failed", agent=True),
+    event(135, "restarted"),
+    spent(150, 10, began=140, start_up=10),
+    spent(160, 20, began=140, start_up=10, first=1, training=10),
+    event(161, "finished"),
+]
+
+
+def test_a_killed_job() -> None:
+    """Ten of the first start's updates are made again; four seconds of it are not known, six are the restart."""
+    ledger = ledger_of(KILLED)
+    assert ledger.seconds == pytest.approx(
+        {
+            **dict.fromkeys(KINDS, 0.0),
+            "useful": 20,
+            "repeated": 9,
+            "saving": 1,
+            "start-up": 20,
+            "lost": 5,
+            "restarting": 6,
+        }  # fmt: skip
+    )
+    assert ledger.seconds_in_all == pytest.approx(61)
+    assert [(start.first, start.keeps, start.how) for start in ledger.starts] == [
+        (0, 10, "failed"),
+        (10, 20, "finished"),
+    ]
+    assert ledger.failures == 1
+    assert ledger.best_interval_s() == pytest.approx((2 * 1 * (34 + 21) / 1) ** 0.5)
+
+
+def test_the_first_update_of_a_start_compiles() -> None:
+    ledger = ledger_of([spent(10, 0, began=0), spent(50, 11, began=0, first=20, training=40)])
+    assert ledger.seconds["compiling"] == pytest.approx(18)  # the others take 2 s each
+    assert ledger.seconds["useful"] == pytest.approx(22)
+
+
+def test_updates_between_records_are_divided_evenly() -> None:
+    records = [
+        spent(0, 0, began=0),
+        spent(10, 10, began=0, first=1, training=10),
+        spent(30, 20, began=0, first=1, training=30),
+    ]
+    ledger = ledger_of([*records, spent(40, 15, began=40)])
+    assert ledger.seconds["useful"] == pytest.approx(20)
+    assert ledger.seconds["repeated"] == pytest.approx(10)
+
+
+def test_a_start_that_saves_nothing_is_all_repeated() -> None:
+    """Also by a start after the next, and once only."""
+    starts = [[spent(t, 0, began=t), spent(t + 10, 5, began=t, first=2, training=10)] for t in (0, 20)]
+    ledger = ledger_of([*starts[0], *starts[1], spent(40, 0, began=40), spent(50, 5, began=40, first=2, training=10)])
+    assert ledger.seconds["repeated"] == pytest.approx(20)
+    assert ledger.seconds["useful"] == pytest.approx(10)
+    assert ledger.seconds["restarting"] == pytest.approx(20)
+
+
+def test_time_in_the_queue_is_told_from_restarting() -> None:
+    ledger = ledger_of([spent(10, 5, began=0), event(12, "preempted"), spent(120, 5, began=110, queued_until=100)])
+    assert (ledger.seconds["queue"], ledger.seconds["restarting"]) == pytest.approx((88, 10))
+    assert ledger.failures == 0
+
+
+def test_the_time_after_a_run_that_has_finished_does_not_count() -> None:
+    ledger = ledger_of([spent(0, 0, began=0), event(10, "finished"), spent(1000, 5, began=1000)])
+    assert ledger.seconds["restarting"] == 0
+
+
+def test_what_would_gain_most() -> None:
+    assert summary(ledger_of(KILLED)) == (
+        "Goodput 32.8 % of 1 min 01 s in 2 starts; lost most to start-up, 32.8 %: keep what is made at start, such as indices of data, "
+        "and start fewer times"
+    )
+    assert (
+        summary(ledger_of([spent(100, 50, began=0, training=100, first=2)]))
+        == "Goodput 100.0 % of 1 min 40 s in 1 start"
+    )
+    lots = [
+        spent(0, 0, began=0),
+        spent(900, 900, began=0, first=1, training=900),
+        event(900, "saved"),
+        event(900, "failed"),
+    ]
+    lots += [spent(900, 100, began=900, saving=8), spent(1000, 200, began=900, first=1, training=100, saving=2)]
+    assert "lost most to repeated updates, 79.8 %: save more often, every 1 min" in summary(ledger_of(lots))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(3.21, "3.2 s"), (310, "5 min 10 s"), (3599.9, "1 h 00 min"), (7440, "2 h 04 min")]
+)
+def test_durations(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
+
+
+# Of runs
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return {"loss": (self.layer(x) - y).square().mean()}
+
+
+def restarts() -> int:
+    return int(os.environ.get("FLEXTRAIN_RESUME", "0"))
+
+
+class Sleeps(Hook):
+    """A tenth of a second in every update; a quarter in validation."""
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        time.sleep(0.1)
+
+    def before_val_epoch(self, runner: Any) -> None:
+        time.sleep(0.25)
+
+
+def run(folder: Path | str, epochs: int, hooks: Sequence[Hook] = (), **more: Any) -> Any:
+    x = rand(32, 8)
+    loader = dict(dataset=TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, collate_fn="default_collate")
+    runner = FlexibleRunner(
+        model=Net, train_dataloader=loader, optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)), work_dir=str(folder),
+        custom_hooks=[Sleeps(), GoodputHook(interval_s=0.15), *hooks], train_cfg=dict(max_epochs=epochs), **more,
+    )  # fmt: skip
+    runner.train()
+    runner.close()
+    return runner
+
+
+def test_a_run_that_goes_on(tmp_path: Path) -> None:
+    begin = time.time()
+    first = run(tmp_path, 1)
+    assert 0 < float(first.message_hub.get_scalar("train/goodput").current()) < 1
+    run(tmp_path, 3, resume=True)
+    ledger = ledger_of(read_events(tmp_path))
+    assert [(start.first, start.keeps) for start in ledger.starts] == [(0, 4), (4, 12)]
+    assert 1.1 < ledger.seconds["useful"] < 1.6  # twelve updates
+    assert ledger.seconds["repeated"] == 0
+    assert ledger.seconds_in_all - ledger.seconds["start-up"] < time.time() - begin
+
+
+def test_validation_is_no_training(tmp_path: Path) -> None:
+    x = rand(8, 8)
+    loader = dict(dataset=TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, collate_fn="default_collate")
+    run(tmp_path, 2, val_dataloader=loader, val_cfg=dict(), val_evaluator=dict(type="Mean", names=["loss"]))
+    ledger = ledger_of(read_events(tmp_path))
+    assert 0.5 <= ledger.seconds["evaluation"] < 0.8
+    assert 0.7 < ledger.seconds["useful"] < 1.1  # eight updates
+
+
+@pytest.mark.parametrize("interval", [0, -1.0, float("nan")])
+def test_a_wrong_interval(interval: float) -> None:
+    with pytest.raises(ConfigError, match=r"^GoodputHook.interval_s: .* is not allowed, give more than 0"):
+        GoodputHook(interval_s=interval)
+
+
+def arguments(folder: Path, as_json: bool) -> argparse.Namespace:
+    return argparse.Namespace(work_dir=str(folder), json=as_json)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="has no record"):
+        goodput_command.run(arguments(tmp_path, False))
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in KILLED))
+    assert goodput_command.run(arguments(tmp_path, True)) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["goodput"] == pytest.approx(20 / 61)
+    assert goodput_command.run(arguments(tmp_path, False)) == 0
+    assert "32.8 %" in capsys.readouterr().out
+
+
+SCRIPT = """
+import os
+import signal
+import sys
+import time
+
+sys.path.insert(0, {tests!r})
+from test_goodput import Hook, restarts, run
+
+
+class Dies(Hook):
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if restarts() < 2 and runner.iter == 9 + 4 * restarts():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    run({folder!r}, 5, hooks=[Dies()])
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.full
+def test_kills_of_known_length(tmp_path: Path) -> None:
+    """Updates of a tenth of a second, saved after each epoch of four: 9 were made and 1 was made again; 5, and 1 again."""
+    (tmp_path / "train.py").write_text(SCRIPT.format(tests=str(Path(__file__).parent), folder=str(tmp_path / "run")))
+    begin = time.time()
+    command = [sys.executable, "-m", "flextrain", "run", "--max-restarts", "3", "--nproc-per-node", "1", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    took = time.time() - begin
+    assert done.returncode == 0, done.stderr
+    ledger = ledger_of(read_events(tmp_path / "run"))
+    assert [(start.first, start.keeps) for start in ledger.starts] == [(0, 8), (8, 12), (12, 20)]
+    assert ledger.failures == 2
+    assert 1.9 < ledger.seconds["useful"] < 2.4
+    assert 0.1 < ledger.seconds["repeated"] + ledger.seconds["lost"] < 1.0
+    assert 0.9 * took < ledger.seconds_in_all <= took
