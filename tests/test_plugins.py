@@ -35,18 +35,24 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]
     return {kind: tmp_path / f"my-{kind}" for kind in KINDS}
 
 
+@pytest.mark.processes
 def test_the_tests_of_a_new_package_pass(packages: dict[str, Path], tmp_path: Path) -> None:
     tests = [str(folder / "tests") for folder in packages.values()]
     said = run_pytest(tmp_path, "--import-mode=importlib", *tests, path=[*packages.values()])
     assert re.search(r"^=+ 6 passed", said, re.MULTILINE), said
 
 
-def test_a_new_package_names_itself(packages: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """In every file, and the next commands are those of its README."""
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == (
+def test_the_next_commands_are_those_of_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "plugin", "my-strategy"]) == 0
+    assert capsys.readouterr().out.strip() == (
         "5 files in my-strategy; next: cd my-strategy && pip install -e '.[test]' && pytest --flextrain-strategy my_strategy:MyStrategyStrategy"
     )
+
+
+def test_a_new_package_has_its_own_name_everywhere(packages: dict[str, Path]) -> None:
     for kind, folder in packages.items():
         files = [path for path in folder.rglob("*") if path.is_file()]
         assert len(files) == 5
@@ -185,6 +191,7 @@ def test_a_fault_is_named_by_the_check_that_promises_it(tmp_path: Path, kind: st
     assert re.search(rf"│ {check} +│ failed", said)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -201,6 +208,7 @@ def test_a_wrong_name_is_one_line(tmp_path: Path, given: str, said: str) -> None
     assert said in line
 
 
+@pytest.mark.processes
 def test_without_the_option_nothing_is_imported(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("import sys\n\n\ndef test_it():\n    assert 'torch' not in sys.modules\n")
     assert "1 passed" in run_pytest(tmp_path, path=[])

@@ -51,17 +51,8 @@ KILLED = [
 def test_a_killed_job() -> None:
     """Ten of the first start's updates are made again; four seconds of it are not known, six are the restart."""
     ledger = ledger_of(KILLED)
-    assert ledger.seconds == pytest.approx(
-        {
-            **dict.fromkeys(KINDS, 0.0),
-            "useful": 20,
-            "repeated": 9,
-            "saving": 1,
-            "start-up": 20,
-            "lost": 5,
-            "restarting": 6,
-        }  # fmt: skip
-    )
+    took = dict(useful=20, repeated=9, saving=1, lost=5, restarting=6)
+    assert ledger.seconds == pytest.approx({**dict.fromkeys(KINDS, 0.0), **took, "start-up": 20})
     assert ledger.seconds_in_all == pytest.approx(61)
     assert [(start.first, start.keeps, start.how) for start in ledger.starts] == [
         (0, 10, "failed"),
