@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -104,6 +105,36 @@ def test_an_installed_package_is_found_by_name_and_listed(
         sys.modules.pop("my_hook", None)
 
 
+ROOT = Path(__file__).parents[1]
+PACKAGES = sorted(path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml"))
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_a_plug_in_of_this_repository_takes_only_what_is_public(package: Path) -> None:
+    """No name that begins with an underscore, and under 1,500 lines; its README has two commands."""
+    sources = [path for path in package.rglob("*.py") if "tests" not in path.parts]
+    public = re.compile(
+        r"flextrain(?:\.(?:commands\.output|testing|data|runner\.hooks|runner\.reporting|strategies(?:\.parts)?))?"
+    )
+    for path in sources:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "flextrain":
+                assert public.fullmatch(node.module or ""), f"{path}: {node.module}"
+                assert not [alias.name for alias in node.names if alias.name.startswith("_")], path
+            if isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr):
+                assert isinstance(node.value, ast.Name), f"{path}:{node.lineno} {node.attr}"
+                assert node.value.id == "self", f"{path}:{node.lineno} {node.attr}"
+    assert sum(len(path.read_text().splitlines()) for path in sources) < 1500
+    assert len(re.findall(r"^    \S", (package / "README.md").read_text(), re.MULTILINE)) == 2
+
+
+def test_flextrain_does_not_know_them() -> None:
+    names = [package.name.replace("-", "_") for package in PACKAGES]
+    for folder in ("core", "optim", "strategies", "runner", "flextrain"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert not [name for name in names if name in path.read_text()], path
+
+
 # Conformance as tests
 
 STRATEGIES = '''
@@ -169,7 +200,7 @@ def test_checks_are_tests_that_can_be_chosen(tmp_path: Path) -> None:
     assert "not promised: rounds what it returns: " in said
     assert "refused: " in said
     assert "Differs on 2 processes" in said
-    assert len(re.findall("│ (?:facts|evaluation|unused) ", said)) == 3
+    assert len(re.findall("^│ (?:facts|evaluation|unused) +│", said, re.MULTILINE)) == 3
 
 
 @pytest.mark.processes

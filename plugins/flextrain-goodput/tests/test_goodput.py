@@ -237,7 +237,7 @@ if __name__ == "__main__":
 @pytest.mark.processes
 @pytest.mark.full
 def test_kills_of_known_length(tmp_path: Path) -> None:
-    """Updates of a tenth of a second, saved after each epoch of four: 9 were made and 1 was made again; 5, and 1 again."""
+    """Updates of a tenth of a second, saved after each epoch of four."""
     (tmp_path / "train.py").write_text(SCRIPT.format(tests=str(Path(__file__).parent), folder=str(tmp_path / "run")))
     begin = time.time()
     command = [sys.executable, "-m", "flextrain", "run", "--max-restarts", "3", "--nproc-per-node", "1", "train.py"]
@@ -248,5 +248,6 @@ def test_kills_of_known_length(tmp_path: Path) -> None:
     assert [(start.first, start.keeps) for start in ledger.starts] == [(0, 8), (8, 12), (12, 20)]
     assert ledger.failures == 2
     assert 1.9 < ledger.seconds["useful"] < 2.4
-    assert 0.1 < ledger.seconds["repeated"] + ledger.seconds["lost"] < 1.0
+    assert 0.2 < ledger.seconds["repeated"] < 0.5  # updates 9 and 10, and 13 and 14
+    assert 0.1 < ledger.seconds["lost"] < 2.0  # until `flextrain run` has noticed
     assert 0.9 * took < ledger.seconds_in_all <= took
