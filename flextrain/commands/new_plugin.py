@@ -101,8 +101,8 @@ def plugin_files(name: str, kind: str) -> dict[Path, str]:
     for source in (TEMPLATES / "plugin" / "common", TEMPLATES / "plugin" / kind):
         for path in sorted(source.rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
-                place, text = str(path.relative_to(source)), path.read_text()
+                key, text = str(path.relative_to(source)), path.read_text()
                 for word, meant in words.items():
-                    place, text = place.replace(word, meant), text.replace(word, meant)
-                files[Path(place)] = text
+                    key, text = key.replace(word, meant), text.replace(word, meant)
+                files[Path(key)] = text
     return files
