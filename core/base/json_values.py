@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError
+from .tensors import as_stored, in_a_row
 
 Word = dict[str, Any]
 """An object of one entry, from the kind of a value to its content."""
@@ -28,8 +29,8 @@ def as_text(value: Any) -> Word | None:
         array = np.asarray(value)
         return {"array": [array.dtype.str, list(array.shape), _text(array.tobytes())]}
     if isinstance(value, Tensor) and value.layout is torch.strided:
-        tensor = value.detach().cpu().contiguous()
-        data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        tensor = as_stored(value.detach().cpu()).contiguous()
+        data = in_a_row(tensor).view(torch.uint8).numpy().tobytes()
         return {"tensor": [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _text(data)]}
     return None
 

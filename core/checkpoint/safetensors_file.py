@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError
 from ..base.events import heartbeat
-from ..base.tensors import DTYPE_NAMES, DTYPES, PAIRS, as_stored
+from ..base.tensors import DTYPE_NAMES, DTYPES, PAIRS, as_stored, in_a_row
 from .directory import check_length, write_file
 from .manifest import FileEntry, known_dtype
 from .untrusted import MAX_JSON_BYTES, one_line
@@ -131,7 +131,7 @@ def header_of(
 
 def bytes_of(tensor: Tensor) -> memoryview | bytes:
     """The bytes of a tensor as the file has them; a contiguous tensor on the CPU shares its memory."""
-    flat = as_stored(tensor.detach().to("cpu")).contiguous().reshape(-1)
+    flat = in_a_row(as_stored(tensor.detach().to("cpu")).contiguous())
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
@@ -238,7 +238,7 @@ class SafetensorsFile(Fetch):
 
     def _read_bytes(self, begin: int, target: Tensor) -> None:
         """Fill a contiguous tensor on the CPU with the bytes that begin at offset ``begin``."""
-        room = target.reshape(-1).view(torch.uint8).numpy().data
+        room = in_a_row(target).view(torch.uint8).numpy().data
         self._file.seek(begin)
         done = 0
         while done < len(room):

@@ -30,8 +30,7 @@ class FirstSamples(Dataset[Any]):
     """The first samples of a dataset, with the dataset's other attributes and methods."""
 
     def __init__(self, dataset: Any, length: int) -> None:
-        self.dataset = dataset
-        self._length = min(length, len(dataset))
+        self.dataset, self._length = dataset, length
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
@@ -40,7 +39,8 @@ class FirstSamples(Dataset[Any]):
         return self._length
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # not there yet while it is unpickled
+        # The dataset is not there yet while this is unpickled. Its order of a pass has samples beyond the first ones.
+        if name in ("dataset", "order_of_pass"):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -63,7 +63,8 @@ def limited(dataset: Any, limit: int | None, cfg: Mapping[str, Any], shards: int
         return dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ConfigError(f"{where}.{KEY}: needs a dataset with a length, {type(dataset).__name__} has none")
-    return FirstSamples(dataset, limit * int(cfg.get("batch_size", 1)) * shards)
+    length = limit * int(cfg.get("batch_size", 1)) * shards
+    return dataset if length >= len(dataset) else FirstSamples(dataset, length)
 
 
 AUTO = "auto"
@@ -91,7 +92,9 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
     if isinstance(cfg, DataLoader):
         check_dataset(cfg.dataset, {}, where, training)
         check_has_batches(cfg.dataset, cfg.batch_size, cfg.drop_last, where)
-        if not training:
+        if training:
+            _check_in_order(cfg.num_workers, getattr(cfg, "in_order", True), where)
+        else:
             _check_has_end(cfg.sampler, f"{where}.sampler")
         return
     if not isinstance(cfg, Mapping):
@@ -125,6 +128,17 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
                     raise ConfigError(f"{where}.{key}: has no meaning beside a batch_sampler that is already built")
     check_collate(cfg.get("collate_fn", "pseudo_collate"), f"{where}.collate_fn")
     _check_workers(cfg, where)
+    if training:
+        _check_in_order(cfg.get("num_workers", 0), cfg.get("in_order", True), where)
+
+
+def _check_in_order(workers: int, in_order: bool, where: str) -> None:
+    """Raise ConfigError if training would get its batches in another order than that in which positions count them."""
+    if workers > 1 and not in_order:
+        raise ConfigError(
+            f"{where}.in_order: False lets workers overtake each other, so that a resumed run would train on some batches twice and on "
+            "others never; leave it out"
+        )
 
 
 def loader_and_shard(cfg: Any) -> tuple[Any, bool | None]:

@@ -215,8 +215,8 @@ class Reader:
         """Yield the batches of an epoch, or of the rest of it, from number ``start`` to ``stop``."""
         self._seed_generators(seed)
         first = self._placed_at if self.is_placed else 0
+        again, self._has_begun = self._has_begun and (start == 0 or not self.is_placed), True
         self.is_placed = self._has_ended = False
-        again, self._has_begun = self._has_begun and start == 0, True
         stream = RandomStream(_mixed(seed, 0))
         with stream:
             own = begun_anew(self.loader) if again else iter(self.loader)

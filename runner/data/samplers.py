@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from ...core.base.errors import ConfigError, counted
+from ...core.base.errors import ConfigError, DataError, counted
 from ...core.base.overriding import overridden
 from ...core.base.registry import DATA_SAMPLERS
 from ...core.base.snapshot import Snapshot
@@ -113,6 +113,19 @@ class ShardedSampler(Sampler[int]):
         """Yield only the samples at global positions from ``start`` to ``stop`` of the epoch from now on."""
         self.start, self.stop = start, stop
 
+    def checked_order(self, epoch: int) -> Any:
+        """Return the ``order``.
+
+        Raises:
+            DataError: the dataset has another length than this sampler deals out.
+        """
+        if (now := len(self.dataset)) != self.num_samples:
+            raise DataError(
+                f"{type(self).__name__}: its dataset {type(self.dataset).__name__} has {counted(now, 'sample')}, it had {self.num_samples} "
+                "when the sampler was made; give a dataset that keeps its length, or an IterableDataset"
+            )
+        return self.order(epoch)
+
     def order(self, epoch: int) -> Any:
         """Return the indices of the dataset in the order of ``epoch``: ``order[positions]`` for an array of positions.
 
@@ -156,7 +169,7 @@ class DefaultSampler(ShardedSampler):
         """(batch size, drop_last) in training without ``round_up``: every process has as many batches, see ExactEpochs."""
 
     def __iter__(self) -> Iterator[int]:
-        return _dealt(self.order(self.epoch), self.num_samples, self._positions())
+        return _dealt(self.checked_order(self.epoch), self.num_samples, self._positions())
 
     def _positions(self) -> range:
         """Return this process's positions; if its last batch is missing, a sample fills it that is behind the end."""
@@ -199,7 +212,7 @@ class InfiniteSampler(ShardedSampler):
             epoch = position // size
             end = (epoch + 1) * size if self.stop is None else min((epoch + 1) * size, self.stop)
             positions = range(position, end, self.count)
-            yield from _dealt(self.order(epoch), size, positions)
+            yield from _dealt(self.checked_order(epoch), size, positions)
             position += len(positions) * self.count
 
     def __len__(self) -> int:

@@ -16,10 +16,12 @@ from flextrain import ConfigError
 from flextrain.core.base.errors import LossSpikeError, NonFiniteError
 from flextrain.core.base.events import read_events
 from flextrain.core.checkpoint import Checkpoint, complete_ones, find_latest
+from flextrain.runner.hooks import Hook
 from flextrain.runner.hooks.loss_spike import SpikeDetector
+from flextrain.runner.resume.choose_checkpoint import GoBack
 from flextrain.testing import WorkerGroup
 
-from .training import At, Stop, StopAt, Watch, differences, log_lines, make_runner, refuses, whole_state
+from .training import At, SaveEvery, Stop, StopAt, Watch, differences, log_lines, make_runner, refuses, whole_state
 
 pytestmark = pytest.mark.usefixtures("quick")
 FULL = pytest.mark.full
@@ -343,6 +345,30 @@ def test_streams_and_loaders(tmp_path: Path, kind: Any) -> None:
     _, expected = run(tmp_path / "clean", clean, **options[1], custom_hooks=[])
     assert trained[55] == [220, 221, 222, 223]
     assert differences(found, expected) == []
+
+
+class Back(Hook):
+    """Goes back once, after an update of the second pass, to a checkpoint of the first one."""
+
+    priority = "LOWEST"
+    has_gone = False
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        if runner.iter + 1 == 6 and not self.has_gone:
+            self.has_gone = True
+            raise GoBack(Path(runner.work_dir) / "iter_3", "a test")
+
+
+@pytest.mark.parametrize("kind", [Stream, Placed, DataLoader])
+def test_what_is_left_out_reaches_into_the_next_pass(tmp_path: Path, kind: Any) -> None:
+    """A stream that goes on from its state stands in the middle of the first pass, of which nothing is left."""
+    data = Poisoned(20, range(0))
+    loader: Any = dict(batch_size=4, collate_fn="default_collate", dataset=kind(data))
+    if kind is DataLoader:
+        loader = DataLoader(data, batch_size=4, shuffle=False)
+    options = dict(train_dataloader=loader, train_cfg=dict(by_epoch=False, max_iters=8), default_hooks=dict(checkpoint=None))
+    trained, _ = run(tmp_path, data, **options, custom_hooks=[SaveEvery({3}), Back()])
+    assert [indices[0] for indices in trained] == [0, 4, 8, 12, 16, 0, 4, 8, 12, 16, 0]
 
 
 # What is refused

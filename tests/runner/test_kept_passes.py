@@ -69,6 +69,30 @@ class Late(Ending):
         self.begin, self.epoch = state["position"], state["epoch"]
 
 
+class Live(Ending):
+    """Its state is what it works with, and not a copy; so is what it was given."""
+
+    def __init__(self, *lengths: int) -> None:
+        super().__init__(*lengths)
+        self.now: dict[str, Any] = {"position": [0], "epoch": 0}
+
+    def set_epoch(self, epoch: int) -> None:
+        self.now["epoch"] = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        first, length = self.of_worker()
+        while self.now["position"][0] < length:
+            self.now["position"][0] += 1
+            yield first + 100 * self.now["epoch"] + self.now["position"][0] - 1
+        self.now["position"][0] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.now
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.now = state
+
+
 def data(source: Ending, shard: tuple[int, int], batch: int, **loader: Any) -> TrainData:
     given = dict(dataset=source, batch_size=batch, collate_fn=list, shard=True, **loader)
     return TrainData(built_loader(given, shard, True), 1, seed=0, shard=shard)
@@ -104,7 +128,7 @@ def check_every_cut(make: Any, passes: int = 3) -> list[list[int]]:
     return [batch for _, _, batch in whole]
 
 
-@pytest.mark.parametrize("kind", [Ending, Resetting, Late])
+@pytest.mark.parametrize("kind", [Ending, Resetting, Late, Live])
 @pytest.mark.parametrize("batch", [2, 3, 4, 5, 7])
 @pytest.mark.parametrize("shard", [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)])
 def test_every_position_of_every_pass(kind: type[Ending], batch: int, shard: tuple[int, int]) -> None:
@@ -117,7 +141,7 @@ def test_every_position_of_every_pass(kind: type[Ending], batch: int, shard: tup
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", [Ending, Resetting, Late])
+@pytest.mark.parametrize("kind", [Ending, Resetting, Late, Live])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_workers_whose_shares_are_unequal(kind: type[Ending], keeps: bool) -> None:
     """A worker that has ended its pass does not begin anew within it; one that is kept is told the next epoch."""
