@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, Sampler
 
-from ...core.base.errors import CheckpointError, ConfigError, counted
+from ...core.base.errors import CheckpointError, ConfigError, DataError, counted
 from ...core.base.json_values import pack, unpack
 from ...core.random.generators import RandomStream, epoch_seed, forget_spare_normal, nth_seed
 from ...core.torch_compat.torch_private import end_kept_workers
@@ -210,10 +210,13 @@ class Reader:
         """True if the loader's state was restored and nothing has been read since."""
         self._placed_at = 0  # the number of the next batch then
         self._has_begun, self._has_ended = False, True
+        self._given = 0  # batches of the pass
 
     def batches(self, seed: int, start: int, stop: int | None) -> Iterator[Any]:
         """Yield the batches of an epoch, or of the rest of it, from number ``start`` to ``stop``."""
         self._seed_generators(seed)
+        if self.keeps_position and start and not (self.is_placed or self._has_ended):
+            self._go_on(start)
         first = self._placed_at if self.is_placed else 0
         again, self._has_begun = self._has_begun and (start == 0 or not self.is_placed), True
         self.is_placed = self._has_ended = False
@@ -228,8 +231,23 @@ class Reader:
             if batch is _END:
                 self._has_ended = True
                 return
+            self._given = number + 1
             if number >= start:
                 yield batch
+
+    def _go_on(self, start: int) -> None:
+        """Continue a pass that an exception has ended, at the loader's own state.
+
+        Raises:
+            DataError: the state is that of a later batch.
+        """
+        if self._given != start:
+            raise DataError(
+                f"train_dataloader: {name_of(self.loader)} was left after {counted(self._given, 'batch', 'batches')}, of which {start} were "
+                "trained on, and cannot go back; runner.resume(path) goes on from a checkpoint"
+            )
+        self.loader.load_state_dict(self.loader.state_dict())
+        self.is_placed, self._placed_at = True, start
 
     def _seed_generators(self, seed: int) -> None:
         """Seed the generators inside the loader and its samplers, like those of flextrain's own loaders."""

@@ -87,7 +87,7 @@ class ShardedSampler(Sampler[int]):
         self, dataset: Sized, shuffle: bool = True, seed: int | None = None, *, shard: tuple[int, int] | None = None
     ) -> None:
         self.dataset = dataset  # batch samplers of projects look at the samples
-        self.num_samples = len(dataset)
+        self.num_samples = self._length = len(dataset)
         self.shuffle = shuffle
         self.seed = seed or 0
         self.index, self.count = shard or Topology().shard
@@ -117,14 +117,20 @@ class ShardedSampler(Sampler[int]):
         """Return the ``order``.
 
         Raises:
-            DataError: the dataset has another length than this sampler deals out.
+            ConfigError: a subclass gives more or fewer indices than there are in a pass.
+            DataError: the dataset has another length than when this sampler was made.
         """
-        if (now := len(self.dataset)) != self.num_samples:
+        if (now := len(self.dataset)) != self._length:
             raise DataError(
-                f"{type(self).__name__}: its dataset {type(self.dataset).__name__} has {counted(now, 'sample')}, it had {self.num_samples} "
+                f"{type(self).__name__}: its dataset {type(self.dataset).__name__} has {counted(now, 'sample')}, it had {self._length} "
                 "when the sampler was made; give a dataset that keeps its length, or an IterableDataset"
             )
-        return self.order(epoch)
+        order = self.order(epoch)
+        if isinstance(order, Sized) and len(order) != self.num_samples:
+            raise ConfigError(
+                f"{type(self).__name__}.order: gave {len(order)} indices, and a pass has num_samples={self.num_samples}"
+            )
+        return order
 
     def order(self, epoch: int) -> Any:
         """Return the indices of the dataset in the order of ``epoch``: ``order[positions]`` for an array of positions.

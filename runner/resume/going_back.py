@@ -42,7 +42,6 @@ def go_back(run: Run, back: GoBack, resume: Callable[[], None]) -> None:
     epoch, inner, done = (left[key] or 0 for key in ("epoch", "inner", "iter"))
     end = epoch, data.lasting_position(epoch, inner)
     told_by_rank_0(lambda: _remove_later(run, back.path, done))
-    data.begin_anew()
     resume()
     now = loop.state_dict()
     epoch, inner = (now[key] or 0 for key in ("epoch", "inner"))

@@ -380,6 +380,7 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
     check_left_out(runner, checkpoint)
     with piece(path, "loop"):
         check_counts(values["loop"])
+        loop.data.begin_anew()
         progress = begin_epoch_anew(loop.data, values["loop"])
     if options.data:
         with piece(path, "data", "data"):

@@ -77,6 +77,13 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype, in_background: bool) -> 
         assert torch.equal(file.get_tensor("model.whole"), torch.view_as_real(state["model.whole"]))
 
 
+def test_marks_in_files_of_torch_are_read(tmp_path: Path) -> None:
+    """torch saves the memory of a conjugated or negated view as it is, and that it is one beside it."""
+    for key, tensor in states(torch.complex64).items():
+        torch.save({key.removeprefix("model."): tensor}, tmp_path / "a.pth")
+        same(load_all(tmp_path / "a.pth")[key], tensor)
+
+
 def test_complex_values_are_not_loaded_into_real_ones(tmp_path: Path) -> None:
     """torch would drop the imaginary parts."""
     save_checkpoint(tmp_path / "a", {"model.w": spectrum()})

@@ -132,6 +132,18 @@ def test_an_order_of_one_s_own() -> None:
     assert in_turn([list(part) for part in parts]) == [*NUMBERS[::-1], 9, 8]
 
 
+@pytest.mark.parametrize("kind", [DefaultSampler, InfiniteSampler])
+@pytest.mark.parametrize("length", [8, 12])
+def test_an_order_of_one_s_own_has_as_many_indices_as_a_pass(kind: Any, length: int) -> None:
+    """The rest of a longer one would never come."""
+    backwards = type("Backwards", (kind,), {"order": lambda self, epoch: range(length)[::-1]})
+    with refuses(ConfigError, exactly=f"Backwards.order: gave {length} indices, and a pass has num_samples=10"):
+        list(islice(backwards(NUMBERS), 10))
+    sampler = backwards(NUMBERS)
+    sampler.num_samples = length
+    assert list(islice(sampler, length)) == list(range(length))[::-1]
+
+
 # Orders that are computed by index
 
 BILLION = 10**9
@@ -581,7 +593,9 @@ def test_an_order_of_the_whole_dataset_does_not_lead_beyond_the_first_samples(tm
     source = dict(type="JsonlFiles", paths=str(path))
     own = list(short(dataset=source, num_batch_per_epoch=2))
     assert sorted(row["number"] for batch in own for row in batch) == list(range(6))
-    assert hasattr(short(dataset=source, num_batch_per_epoch=100).dataset, "order_of_pass"), "all of it is left as it is"
+    assert hasattr(short(dataset=source, num_batch_per_epoch=100).dataset, "order_of_pass"), (
+        "all of it is left as it is"
+    )
 
 
 def test_the_rest_of_the_dataset_is_there() -> None:

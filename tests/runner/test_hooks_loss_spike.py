@@ -366,7 +366,9 @@ def test_what_is_left_out_reaches_into_the_next_pass(tmp_path: Path, kind: Any) 
     loader: Any = dict(batch_size=4, collate_fn="default_collate", dataset=kind(data))
     if kind is DataLoader:
         loader = DataLoader(data, batch_size=4, shuffle=False)
-    options = dict(train_dataloader=loader, train_cfg=dict(by_epoch=False, max_iters=8), default_hooks=dict(checkpoint=None))
+    options = dict(
+        train_dataloader=loader, train_cfg=dict(by_epoch=False, max_iters=8), default_hooks=dict(checkpoint=None)
+    )
     trained, _ = run(tmp_path, data, **options, custom_hooks=[SaveEvery({3}), Back()])
     assert [indices[0] for indices in trained] == [0, 4, 8, 12, 16, 0, 4, 8, 12, 16, 0]
 

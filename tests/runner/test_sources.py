@@ -246,7 +246,10 @@ def test_an_archive_behind_the_end_of_another(tmp_path: Path) -> None:
     first, second = ((tmp_path / f"{number}.tar").read_bytes() for number in range(2))
     both = tmp_path / "both.tar"
     both.write_bytes(first + second)
-    with pytest.raises(DataError, match=rf"both.tar: has more behind its end, at byte {len(first)}; give archives that were joined one by one"):
+    with pytest.raises(
+        DataError,
+        match=rf"both.tar: has more behind its end, at byte {len(first)}; give archives that were joined one by one",
+    ):
         TarFiles(both)
     both.write_bytes(first + bytes(2**20))
     assert len(TarFiles(both)) == 2
