@@ -18,7 +18,7 @@ from .collate import check_collate, named_function
 from .dataset_wrappers import check_dataset_config, is_config
 from .samplers import InfiniteSampler, follows_span
 from .streams.divided_streams import SHARD
-from .user_loaders import gives_batches, length_of
+from .user_loaders import gives_batches, length_of, sampler_of
 
 # ``num_batch_per_epoch`` of a dataloader: epochs of a few batches, for trying out a configuration.
 
@@ -89,12 +89,13 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
         if "loader" in cfg:
             check_call(_with_loader, cfg, where)
     cfg, _ = loader_and_shard(cfg)
+    options = cfg if isinstance(cfg, Mapping) else vars(cfg) if isinstance(cfg, DataLoader) else {}
+    if training and not options.get("in_order", True) and options.get("num_workers") not in (None, 0, 1):
+        raise ConfigError(f"{where}.in_order: False loses and repeats batches when a run is resumed; leave it out")
     if isinstance(cfg, DataLoader):
         check_dataset(cfg.dataset, {}, where, training)
         check_has_batches(cfg.dataset, cfg.batch_size, cfg.drop_last, where)
-        if training:
-            _check_in_order(cfg.num_workers, getattr(cfg, "in_order", True), where)
-        else:
+        if not training:
             _check_has_end(cfg.sampler, f"{where}.sampler")
         return
     if not isinstance(cfg, Mapping):
@@ -128,17 +129,6 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
                     raise ConfigError(f"{where}.{key}: has no meaning beside a batch_sampler that is already built")
     check_collate(cfg.get("collate_fn", "pseudo_collate"), f"{where}.collate_fn")
     _check_workers(cfg, where)
-    if training:
-        _check_in_order(cfg.get("num_workers", 0), cfg.get("in_order", True), where)
-
-
-def _check_in_order(workers: int, in_order: bool, where: str) -> None:
-    """Raise ConfigError if training would get its batches in another order than that in which positions count them."""
-    if workers > 1 and not in_order:
-        raise ConfigError(
-            f"{where}.in_order: False lets workers overtake each other, so that a resumed run would train on some batches twice and on "
-            "others never; leave it out"
-        )
 
 
 def loader_and_shard(cfg: Any) -> tuple[Any, bool | None]:
@@ -262,8 +252,7 @@ def _check_has_end(sampler: Any, where: str) -> None:
 
 def check_follows_order(loader: Any, where: str) -> Any:
     """Return a loader; raise ConfigError if its dataset has meaning only in its own order, and its sampler has another."""
-    dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
-    sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
+    dataset, sampler = getattr(loader, "dataset", None), sampler_of(loader)
     if getattr(dataset, "follows_order", False) is True and not follows_span(sampler):
         raise ConfigError(
             f"{where}.sampler: {type(sampler).__name__} has an order of its own, and that of {type(dataset).__name__} follows its "

@@ -19,7 +19,15 @@ from ...core.torch_compat.torch_private import end_kept_workers
 from .sample_seeds import SeededDataset, SeededStream, Turn, WorkerInit, as_read, order_seed
 from .samplers import DefaultSampler, Repeatable, ShardedSampler, chain_of, follows_span, seed_own_generators
 from .streams.divided_streams import original
-from .user_loaders import is_divided, keeps_position, name_of, resampled, say_how_it_resumes, why_not_by_state
+from .user_loaders import (
+    is_divided,
+    keeps_position,
+    name_of,
+    resampled,
+    sampler_of,
+    say_how_it_resumes,
+    why_not_by_state,
+)
 
 _END = object()
 
@@ -40,8 +48,7 @@ class Feed:
         self.repeatable: Repeatable | None = None
         """The order of a sampler that is not flextrain's; it is repeated from the beginning of the epoch."""
         batches = loader.batch_sampler
-        # A custom batch sampler holds the sampler itself, and the loader only a placeholder.
-        self.sampler: Any = getattr(batches, "sampler", loader.sampler)
+        self.sampler: Any = sampler_of(loader)
         self.batch_size: int = getattr(batches, "batch_size", None) or 1
         self.exact: tuple[int, bool] | None = None
         """(batch size, drop_last) if each sample of an epoch counts once, see ExactEpochs."""

@@ -113,25 +113,6 @@ class ShardedSampler(Sampler[int]):
         """Yield only the samples at global positions from ``start`` to ``stop`` of the epoch from now on."""
         self.start, self.stop = start, stop
 
-    def checked_order(self, epoch: int) -> Any:
-        """Return the ``order``.
-
-        Raises:
-            ConfigError: a subclass gives more or fewer indices than there are in a pass.
-            DataError: the dataset has another length than when this sampler was made.
-        """
-        if (now := len(self.dataset)) != self._length:
-            raise DataError(
-                f"{type(self).__name__}: its dataset {type(self.dataset).__name__} has {counted(now, 'sample')}, it had {self._length} "
-                "when the sampler was made; give a dataset that keeps its length, or an IterableDataset"
-            )
-        order = self.order(epoch)
-        if isinstance(order, Sized) and len(order) != self.num_samples:
-            raise ConfigError(
-                f"{type(self).__name__}.order: gave {len(order)} indices, and a pass has num_samples={self.num_samples}"
-            )
-        return order
-
     def order(self, epoch: int) -> Any:
         """Return the indices of the dataset in the order of ``epoch``: ``order[positions]`` for an array of positions.
 
@@ -175,7 +156,7 @@ class DefaultSampler(ShardedSampler):
         """(batch size, drop_last) in training without ``round_up``: every process has as many batches, see ExactEpochs."""
 
     def __iter__(self) -> Iterator[int]:
-        return _dealt(self.checked_order(self.epoch), self.num_samples, self._positions())
+        return _dealt(self, self.epoch, self._positions())
 
     def _positions(self) -> range:
         """Return this process's positions; if its last batch is missing, a sample fills it that is behind the end."""
@@ -218,15 +199,20 @@ class InfiniteSampler(ShardedSampler):
             epoch = position // size
             end = (epoch + 1) * size if self.stop is None else min((epoch + 1) * size, self.stop)
             positions = range(position, end, self.count)
-            yield from _dealt(self.checked_order(epoch), size, positions)
+            yield from _dealt(self, epoch, positions)
             position += len(positions) * self.count
 
     def __len__(self) -> int:
         return self.num_samples
 
 
-def _dealt(order: Any, size: int, positions: range) -> Iterator[int]:
-    """Yield the indices at these positions of an order that repeats after ``size``; computed block by block."""
+def _dealt(sampler: ShardedSampler, epoch: int, positions: range) -> Iterator[int]:
+    """Yield the indices at these positions of an epoch's order, which repeats at its end; computed block by block."""
+    order, size, name = sampler.order(epoch), sampler.num_samples, type(sampler).__name__
+    if (now := len(sampler.dataset)) != sampler._length:
+        raise DataError(f"{name}: its dataset has {now} samples, it had {sampler._length}; the length must not change")
+    if isinstance(order, Sized) and len(order) != size:
+        raise ConfigError(f"{name}.order: gave {len(order)} indices, and a pass has num_samples={size}")
     return chain.from_iterable(_blocks(np.asarray(order) if isinstance(order, Sequence) else order, size, positions))
 
 
