@@ -114,6 +114,47 @@ def test_losses_and_gradients_are_those_without(how: Any, model: dict[str, Any])
     same(Layers(**model), how)
 
 
+class Counted(nn.Module):
+    """With running statistics, and a count that it makes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.norm(self.linear(x)).tanh()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", [dict(), "matmuls", dict(offload=True)], ids=named)
+def test_what_forward_writes_to_is_written_once(how: Any) -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(Counted(), Counted()), torch.randn(8, SIZE)
+    found = []
+    for given in (None, how):
+        model = prepared(plain, given)
+        for _ in range(2):
+            model(x).sum().backward()
+        found.append([*(p.grad for p in model.parameters()), *model.buffers()])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@pytest.mark.processes  # torch 2.6 starts the compiler for it
+def test_so_it_is_compiled() -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(Counted(), Counted()), torch.randn(8, SIZE)
+    found = []
+    for given in (None, {}):
+        torch._dynamo.reset()
+        model = prepared(plain, given, compile=dict(backend="aot_eager"))
+        for _ in range(2):
+            model(x).sum().backward()
+        found.append([*(p.grad for p in model.parameters()), *model.buffers()])
+    torch._dynamo.reset()
+    torch.testing.assert_close(found[1], found[0])
+
+
 @pytest.mark.processes  # torch 2.6 starts the compiler for it
 @pytest.mark.parametrize("model", [{}, dict(dropout=0.3)], ids=named)
 def test_compiled(model: dict[str, Any]) -> None:
