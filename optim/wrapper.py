@@ -33,7 +33,7 @@ from .adapters import (
 )
 from .gradients import ModelGroup
 from .param_groups import Roles, check_optimizer, make_for, make_optimizer, roles_of
-from .trial import Samples, resumes, why_not_usable
+from .trial import Samples, resumes, updates_apart, why_not_usable
 
 _SCALER = "loss_scaler"
 _MMENGINES = (_SCALER, "apex_amp", "base_param_settings")
@@ -267,6 +267,11 @@ class OptimWrapper:
             raise StrategyError(
                 f'{self.where}.optimizer: {kind} keeps values outside of its "state" and "param_groups", which are lost where owners '
                 "step sharded parameters; keep them in the state, or choose data parallelism without sharding"
+            )
+        if self._steps_in_parts and not updates_apart(self.make_another, samples):
+            raise StrategyError(
+                f"{self.where}.optimizer: {kind} updates a parameter otherwise beside others than alone, by a norm of all gradients, say, "
+                "and owners step sharded parameters apart; choose data parallelism without sharding"
             )
         if not resumed:
             _logger.warning(
