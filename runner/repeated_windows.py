@@ -21,7 +21,7 @@ from ..core.base.trees import tensors_in, tree_map_only
 from ..core.comm.agreement import all_same
 from ..core.comm.collectives import all_gather_object, side_group
 from ..core.device.device import synchronize
-from ..core.model.buffers import buffers_of
+from ..core.model.module_state import buffers_of
 from ..core.random.generators import load_rng_state, rng_state
 from ..core.torch_compat.torch_private import is_compiled, version_of, without_function_modes
 from ..optim.wrapper import OptimWrapper, StepInfo

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.base.errors import ConfigError, suggest
 from ..core.hugging_face.transformers_private import train_without_cache
-from ..core.model.buffers import leaving_buffers
+from ..core.model.module_state import leaving_buffers
 from ..core.torch_compat.torch_private import in_backward
 from .config import ActivationCheckpointing
 

@@ -124,9 +124,7 @@ class Snapshot:
             if isinstance(value, (dict, *_LISTS, *_SETS)) and len(value) <= _MOST_ITEMS and id(value) not in self._seen:
                 self._restore.append(_of_container(value))
                 self._seen[id(value)] = value
-            is_container = isinstance(value, (dict, *_LISTS, *_SETS, tuple))
-            items = (dict.values(value) if isinstance(value, dict) else value) if is_container else (value,)
-            inside += [one for one in items if isinstance(one, _NUMBERS)] if len(items) <= _FOLLOWED_ITEMS else []
+            inside += _numbers_in(value)
         for one in inside:
             if isinstance(one, Tensor) and id(one) not in self._seen:
                 self._seen[id(one)] = one
@@ -136,6 +134,14 @@ class Snapshot:
 
 _NUMBERS = (Tensor, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _HELD_BY_MODULES = (str, bytes, int, float, complex, bool, type(None), tuple, dict, *_LISTS, *_SETS, *_NUMBERS)
+
+
+def _numbers_in(value: Any) -> list[Any]:
+    """The tensors and generators in an attribute of a module."""
+    if isinstance(value, (dict, *_LISTS, *_SETS, tuple)):
+        items = dict.values(value) if isinstance(value, dict) else value
+        return [one for one in items if isinstance(one, _NUMBERS)] if len(items) <= _FOLLOWED_ITEMS else []
+    return [value] if isinstance(value, _NUMBERS) else []
 
 
 def _stands_for_something_outside(one: object) -> bool:

@@ -29,7 +29,7 @@ from ...core.model.base_model import (
     takes_mode,
 )
 from ...core.model.batch_keys import looking_at_keys, taken_keys
-from ...core.model.buffers import leaving_buffers
+from ...core.model.module_state import leaving_buffers
 from ...core.torch_compat.torch_private import is_compiled
 from ...optim.gradients import giving_nothing
 from ...optim.wrapper import OptimWrapper, StepInfo
