@@ -263,22 +263,28 @@ class OptimWrapper:
             if reason is not None:
                 raise StrategyError(f"{self.where}.optimizer: {kind} {reason}")
         resumed = resumes(self.make_another, samples)
-        if not resumed and self._steps_in_parts:
-            raise StrategyError(
-                f'{self.where}.optimizer: {kind} keeps values outside of its "state" and "param_groups", which are lost where owners '
-                "step sharded parameters; keep them in the state, or choose data parallelism without sharding"
-            )
-        if self._steps_in_parts and not updates_apart(self.make_another, samples):
-            raise StrategyError(
-                f"{self.where}.optimizer: {kind} updates a parameter otherwise beside others than alone, by a norm of all gradients, say, "
-                "and owners step sharded parameters apart; choose data parallelism without sharding"
-            )
+        if self._steps_in_parts:
+            self._check_parts(resumed, samples)
         if not resumed:
             _logger.warning(
                 '%s.optimizer: %s keeps values outside of its "state" and "param_groups", which checkpoints do not '
                 "contain; a resumed run will differ from an uninterrupted one",
                 self.where,
                 kind,
+            )
+
+    def _check_parts(self, resumed: bool, samples: Samples) -> None:
+        """Raise StrategyError if the optimizer cannot step some of the parameters at a time; ``resumed``: checkpoints have all it keeps."""
+        kind = f"{self.where}.optimizer: {type(self.optimizer).__name__}"
+        if not resumed:
+            raise StrategyError(
+                f'{kind} keeps values outside of its "state" and "param_groups", which are lost where owners '
+                "step sharded parameters; keep them in the state, or choose data parallelism without sharding"
+            )
+        if not updates_apart(self.make_another, samples):
+            raise StrategyError(
+                f"{kind} updates a parameter otherwise beside others than alone, by a norm of all gradients, say, and owners step "
+                "sharded parameters apart; choose data parallelism without sharding"
             )
 
     @property

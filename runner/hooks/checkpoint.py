@@ -351,9 +351,8 @@ class CheckpointHook(Hook):
             saves = self.interval > 0 or self.save_last or self._best.wanted
             own = [self.out_dir(runner)] + ([self._fast.folder] if self._fast else [])
             if saves:
-                self._kept.found, self._kept.others = keep_others(
-                    runner, own[0], self.filename_tmpl, own=own, overwrite=self.overwrite
-                )
+                kept = keep_others(runner, own[0], self.filename_tmpl, own=own, overwrite=self.overwrite)
+                self._kept.found, self._kept.others = kept
         self._has_looked = True
         self._kept.go_on(runner, self.out_dir(runner))
         if self._fast:

@@ -161,8 +161,7 @@ class Stepper:
         """What counts of the update's micro-batches; None: all of them, equally."""
         self.micro_batch = 0
         """Index in its window of the micro-batch under way, if windows have several; the watchdog's thread reads it."""
-        self.repetitions = 0
-        """How many runs of windows of which only the last one counts there have been; see Replay."""
+        self.repetitions = 0  # how often a window was run of which only the last run counts, see Replay
         self._run_window, self._evaluate = strategy.run_window, strategy.evaluate
         self._check_unchanged = strategy.noted.check_unchanged
         self._has_own_window = _has_own(strategy, "run_window")
