@@ -320,6 +320,10 @@ class CheckpointHook(Hook):
         """See Hook."""
         return self._fast.folder if self._fast else None
 
+    def found_of_others(self, runner: Run) -> set[Path]:
+        """Return the checkpoints that another run, or another course of this one, had in the folder when training began."""
+        return {self.out_dir(runner) / name for name in self._kept.found}
+
     def check_metrics(self, runner: Run, names: Collection[str]) -> None:
         """Raise ConfigError if ``save_best`` names no metric."""
         self._best.check_names(names)
@@ -347,7 +351,8 @@ class CheckpointHook(Hook):
             saves = self.interval > 0 or self.save_last or self._best.wanted
             own = [self.out_dir(runner)] + ([self._fast.folder] if self._fast else [])
             if saves:
-                self._kept.others = keep_others(runner, own[0], self.filename_tmpl, own=own, overwrite=self.overwrite)
+                kept = keep_others(runner, own[0], self.filename_tmpl, own=own, overwrite=self.overwrite)
+                self._kept.found, self._kept.others = kept
         self._has_looked = True
         self._kept.go_on(runner, self.out_dir(runner))
         if self._fast:

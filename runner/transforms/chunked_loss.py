@@ -98,22 +98,31 @@ def head_of(model: nn.Module) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
+def _words(model: nn.Module) -> int:
+    """Return the size of the vocabulary, as the first configuration in a model has it; 0 if none has."""
+    configs = (vars(module).get("config") for module in model.modules())
+    sizes = (getattr(config, "__dict__", {}).get("vocab_size") for config in configs)
+    return next((size for size in sizes if isinstance(size, int)), 0)
+
+
 _LARGE = 512 * 2**20
 
 
 def large_logits(model: nn.Module, batch: Any) -> str:
     """Return a line on the logits of a batch, if they take more than 512 MiB in float32 and all of them are made; otherwise "".
 
+    It calls nothing of the model's, which nobody has asked for this.
+
     Args:
-        model: any; of those that do not say which module makes their logits, nothing is known.
+        model: any; of those without a ``config.vocab_size``, and a module with so many outputs, nothing is known.
         batch: a micro-batch, whose ``labels`` are of tokens.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    head = head_of(model)
-    words = getattr(head, "out_features", None)
-    if head is None or is_deferred(head) or not isinstance(words, int) or not isinstance(labels, Tensor):
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim < 2:
         return ""
-    if labels.is_floating_point() or labels.ndim < 2 or (size := labels.numel() * words * 4) <= _LARGE:
+    words = _words(model)
+    heads = [module for module in model.modules() if words and vars(module).get("out_features") == words]
+    if not heads or any(map(is_deferred, heads)) or (size := labels.numel() * words * 4) <= _LARGE:
         return ""
     tokens = " x ".join(f"{each:,}" for each in labels.shape)
     return (

@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ from torch.utils.data import DataLoader
 from flextrain import ConfigError, FlexibleRunner, StrategyError
 from flextrain.core.model import logits as module
 from flextrain.core.torch_compat.torch_private import TorchDispatchMode, tree_flatten
+from flextrain.runner.transforms import chunked_loss
 from flextrain.runner.transforms.chunked_loss import ChunkedLoss, large_logits
+
+from .training import log_lines
 
 WORDS, WIDTH, ROWS, CHUNK = 97, 8, (4, 10), 6
 
@@ -396,8 +400,28 @@ def test_a_run_trains_the_same_and_evaluates(tmp_path: Any) -> None:
 
 
 class Said(Speaker):
+    """Its configuration has the number of words, as in models of transformers; asked for its head it fails."""
+
+    def __init__(self, says: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(says)
+        self.config = SimpleNamespace(vocab_size=WORDS)
+
     def get_output_embeddings(self) -> nn.Module:
-        return self.head
+        raise RuntimeError("not now")
+
+
+def test_a_run_tells_large_logits_once_and_asks_the_model_nothing(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(chunked_loss, "_LARGE", 2 * 10 * WORDS * 4 - 1)
+    with log_lines(logging.INFO) as lines:
+        runner(tmp_path / "whole", model=Said(LOSSES["flat"])).train()
+    assert sum("model: logits of 2 x 10 x 97 take" in line for line in lines) == 1
+    with log_lines(logging.INFO) as lines:
+        runner(tmp_path / "chunked", dict(type="ChunkedLoss", head="head"), model=Said(LOSSES["flat"])).train()
+        runner(tmp_path / "unknown").train()
+    assert not any("model: logits of" in line for line in lines)
 
 
 def test_large_logits_are_told() -> None:
@@ -408,7 +432,7 @@ def test_large_logits_are_told() -> None:
     for batch in ({"labels": labels[:, :1000]}, {"labels": labels.float()}, {"words": labels}, (labels,)):
         assert not large_logits(model, batch)
     assert not large_logits(Speaker(LOSSES["flat"]), {"labels": labels})
-    ChunkedLoss(CHUNK)(model)
+    ChunkedLoss(CHUNK, head="head")(model)
     assert not large_logits(model, {"labels": labels})
 
 
@@ -416,12 +440,12 @@ def runner(folder: Any, *transforms: Any, **more: Any) -> FlexibleRunner:
     torch.manual_seed(0)
     words, labels = data()
     rows = [{"words": one, "labels": other} for one, other in zip(words, labels, strict=True)]
-    return FlexibleRunner(
+    given = dict(
         model=Speaker(LOSSES["flat"]),
         transforms=list(transforms),
         train_dataloader=DataLoader(rows, batch_size=2),  # type: ignore[arg-type]
         optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.5)),
         train_cfg=dict(max_epochs=2),
         work_dir=str(folder),
-        **more,
     )
+    return FlexibleRunner(**{**given, **more})

@@ -226,6 +226,41 @@ def test_without_a_good_checkpoint_it_warns_once(tmp_path: Path) -> None:
     assert sum("there is no checkpoint of at most" in line for line in lines) == 1
 
 
+def test_it_never_goes_back_to_another_run(tmp_path: Path) -> None:
+    """Whose checkpoints are still there until the first one of this run replaces them."""
+    run(tmp_path, Poisoned(400, range(0)), custom_hooks=[], train_cfg=dict(by_epoch=False, max_iters=40))
+    late = dict(checkpoint=dict(by_epoch=False, interval=70, overwrite=True))
+    with log_lines() as lines:
+        trained, _ = run(tmp_path, Poisoned(400, BAD), default_hooks=late)
+    assert len(trained) == 80
+    assert sum("there is no checkpoint of at most" in line for line in lines) == 1
+    assert not [event for event in read_events(tmp_path) if event["event"] == "went_back"]
+
+
+def test_nor_to_its_own_former_course(tmp_path: Path) -> None:
+    """It goes on from an earlier checkpoint, and the later ones that it knows nothing of are not replaced yet."""
+    run(tmp_path, Poisoned(400, range(0)), custom_hooks=[], train_cfg=dict(by_epoch=False, max_iters=40))
+    rare = dict(checkpoint=dict(by_epoch=False, interval=70))
+    run(tmp_path, Poisoned(400, BAD), default_hooks=rare, resume=str(tmp_path / "iter_20"))
+    (event,) = (event for event in read_events(tmp_path) if event["event"] == "went_back")
+    assert event["back_to"] == 20
+
+
+def test_an_end_of_training_that_came_of_the_spike_is_taken_back(tmp_path: Path) -> None:
+    data, ended = Poisoned(400, BAD), []
+
+    def end(runner: Any, *_: Any) -> None:
+        if runner.iter == 54 and not ended:
+            ended.append(runner.iter)
+            runner.train_loop.stop_training = True
+
+    ends = At("after_train_iter", end)
+    trained, found = run(tmp_path / "spike", data, custom_hooks=[hook(interval=50), ends])
+    assert len(trained) == 55 + 40
+    _, expected = run(tmp_path / "clean", without(data, 160, 220), custom_hooks=[])
+    assert differences(found, expected) == []
+
+
 # Resuming
 
 
