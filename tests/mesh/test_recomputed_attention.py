@@ -17,6 +17,7 @@ from flextrain.core.torch_compat.torch_private import repeating_in
 from flextrain.strategies.mesh.context.context_parallel import Context
 from flextrain.strategies.mesh.context.masks import Mask
 from flextrain.testing import WorkerGroup
+from flextrain.testing.differences import same_tensors
 from flextrain.testing.loop import train
 from flextrain.testing.sessions import whole_model
 
@@ -65,7 +66,7 @@ def case(kind: str, change: str, how: str, cp_kind: str, *marks: Any) -> Any:
 
 DAILY = [
     ("gemma2", "packed", "both", "ring"),
-    ("gpt_oss", "padded", "layers", "ulysses"),
+    ("gpt_oss", "padded", "inner", "ulysses"),
     ("bloom", "padded", "model", "ring"),
 ]
 REST = [
@@ -84,3 +85,75 @@ REST = [
 )
 def test_as_on_one_device(workers2: WorkerGroup, kind: str, change: str, how: str, options: dict[str, Any]) -> None:
     workers2.run(trained, kind, change, how, options)
+
+
+# Dropout
+
+
+def dropped(kind: str, how: str | None) -> tuple[list[float], Any]:
+    """In a worker: the losses of two updates with dropout, and the weights after them."""
+    torch.set_num_threads(1)
+    options = dict(attention_dropout=0.5, **(dict(hidden_dropout=0.3) if kind == "bloom" else {}))
+    with dtype_of(torch.float64):
+        given = {} if how is None else dict(activation_checkpointing=option(kind, how))
+        strategy = MeshStrategy(device=DEVICE, cp=2, cp_kind="ulysses", **given)
+        strategy.join()
+        torch.manual_seed(5)
+        model, optim = strategy.setup(build(kind, **options), adamw(1))
+        losses = train(strategy, model, optim, [[sample("llama", 4, seed)] for seed in range(2)]).losses  # type: ignore[arg-type]
+        weights = whole_model(strategy)
+        strategy.leave()
+        dist.destroy_process_group()
+    return losses, weights
+
+
+def same_dropout(kind: str, how: str) -> None:
+    """In a worker: train with and without recomputation."""
+    (losses, weights), (expected, others) = dropped(kind, how), dropped(kind, None)
+    assert losses == expected
+    same_tensors(weights, others, "final weights", 0.0)
+
+
+@pytest.mark.parametrize(
+    "kind, how",
+    [("bloom", "layers"), *(pytest.param(kind, "model", marks=FULL) for kind in ("bloom", "gemma2", "gpt_oss"))],
+)
+def test_the_same_drops_out_again(workers2: WorkerGroup, kind: str, how: str) -> None:
+    workers2.run(same_dropout, kind, how)
+
+
+# Masks
+
+
+def made_masks(name: str, how: Any) -> tuple[int, bool]:
+    """In a worker: how many tiles of masks a training has made, which is that of one device; whether some are left."""
+    made, left = 0, True
+    tile, run_window = Mask.tile, Context.run_window
+
+    def counted(*given: Any) -> Any:
+        nonlocal made
+        made += 1
+        return tile(*given)
+
+    def watched(self: Context, *given: Any, **named: Any) -> Any:
+        nonlocal left
+        found = run_window(self, *given, **named)
+        left = bool(self._attention.masks._made)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mask, "tile", counted)
+        patch.setattr(Context, "run_window", watched)
+        same_training(name, dict(cp=2, activation_checkpointing=how))
+    return made, left
+
+
+@pytest.mark.parametrize(
+    "how",
+    [dict(classes=["LlamaModel"]), pytest.param(dict(classes=["LlamaDecoderLayer"]), marks=FULL)],
+    ids=["model", "layers"],
+)
+def test_repetitions_have_the_masks_of_forward(workers2: WorkerGroup, how: Any) -> None:
+    usual = workers2.run(made_masks, "padded", None)
+    assert workers2.run(made_masks, "padded", how) == usual
+    assert all(made and not left for made, left in usual)
