@@ -230,8 +230,8 @@ _HOME = Path(__file__).resolve().parents[2]
 def _is_passed_through(code: CodeType) -> bool:
     """Whether a function is torch's or planning's own, which every operation goes through."""
     path = code.co_filename
-    is_tools = Path(path).parent == Path(__file__).parent or code.co_name == "__torch_dispatch__"
-    return "/torch/" in path or path.startswith("<") or is_tools
+    is_mode = code.co_name in ("__torch_dispatch__", "__torch_function__") or Path(path).parent == Path(__file__).parent
+    return "/torch/" in path or path.startswith("<") or is_mode
 
 
 def _one_line(error: BaseException) -> str:

@@ -47,6 +47,7 @@ from .type_rules import (
 
 NOT_SEEN = (
     "factors: a mean where a sum is due, or a wrong weight; flextrain verify --simulate compares numbers, on fewer ranks",
+    "which dimension is divided: a softmax, norm or mean over a shard passes as one over the whole; --simulate finds it",
     "what depends on values: branches, routes of tokens, and messages whose senders or sizes only the data decide",
     "ranks other than the first one and its neighbour along every axis; of a pipeline the first and the last stage",
     "what another stage of a pipeline sends: it is taken for a part that no other axis divides but those of the data",
