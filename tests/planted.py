@@ -323,4 +323,6 @@ FAULTS: dict[str, Callable[[Build], Build | None]] = {
     for name, value in list(globals().items())
     if callable(value) and not name.startswith("_") and getattr(value, "__module__", "") == __name__
 }
-FAULTS |= {kind: _choosing(kind) for kind in ("mask", "nonzero", "branch")}  # no faults, but what no rehearsal can follow
+FAULTS |= {
+    kind: _choosing(kind) for kind in ("mask", "nonzero", "branch")
+}  # no faults, but what no rehearsal can follow

@@ -248,8 +248,18 @@ def test_rules_tell_terms_from_parts() -> None:
     with WorkerGroup(1, imports=[__name__]) as group:
         (found,) = group.run(rules)
     twice = {
-        *("sum of the same", "sum of the same, multiplied", "sum of the same over a pair", "sum of the same in one process"),
-        *("bias in each product", "bias of each", "norm of parts and the same", "sum, by a functional collective, of a sum"),
+        *(
+            "sum of the same",
+            "sum of the same, multiplied",
+            "sum of the same over a pair",
+            "sum of the same in one process",
+        ),
+        *(
+            "bias in each product",
+            "bias of each",
+            "norm of parts and the same",
+            "sum, by a functional collective, of a sum",
+        ),
     }
     assert found == {
         name: (0, int(name == "part"), int(name in twice), int(name == "activation of terms")) for name in found

@@ -582,7 +582,9 @@ class Types(OperationRecorder):  # type: ignore[no-untyped-call]
                 if kind in ("all_reduce", "reduce_scatter", "reduce"):
                     self.summed[writer] = self.summed.get(writer, 0) | axes
         op = _operation(arguments_of(func, args, kwargs)) if "reduce" in kind else ""
-        if kind in ("all_gather", "all_reduce", "reduce", "reduce_scatter", "broadcast") and len(targets) >= len(sources):
+        if kind in ("all_gather", "all_reduce", "reduce", "reduce_scatter", "broadcast") and len(targets) >= len(
+            sources
+        ):
             copies = len(targets) // max(len(sources), 1)
             for i, target in enumerate(targets):
                 self._set(target, self._after(kind, op, sources[i // copies], group, step, target, index))
@@ -692,7 +694,16 @@ _MOVES: dict[str, Callable[..., Any]] = {
     "flip": torch.flip,
     "roll": torch.roll,
 }
-_MOVING = {*_MOVES, "clone", "_to_copy", "wait_tensor", "_chunk_cat", "chunk_cat", "chunk_cat_mixed_dtype", "split_with_sizes_copy"}
+_MOVING = {
+    *_MOVES,
+    "clone",
+    "_to_copy",
+    "wait_tensor",
+    "_chunk_cat",
+    "chunk_cat",
+    "chunk_cat_mixed_dtype",
+    "split_with_sizes_copy",
+}
 
 
 def _chunk_cat(tensors: Sequence[Tensor], dim: int, chunks: int) -> Tensor:

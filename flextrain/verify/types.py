@@ -322,7 +322,9 @@ def rehearse(job: PlannedJob, rank: int, comparison: RankComparison | None = Non
     """
     try:
         with as_rank(job, rank) as (found, arguments, notes):
-            recorder = OperationRecorder() if comparison is None else Types(comparison.axes, rank, comparison.operations)
+            recorder = (
+                OperationRecorder() if comparison is None else Types(comparison.axes, rank, comparison.operations)
+            )
             with recorder:
                 training = _Update(arguments, job, found, recorder, comparison)
                 training.row.notes += notes
