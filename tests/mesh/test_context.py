@@ -27,7 +27,6 @@ from flextrain.strategies.mesh.context import transformers as adapting
 from flextrain.strategies.mesh.context.attention import _Blocks
 from flextrain.strategies.mesh.context.batches import CutBatch, SequenceBatches, SequenceShards
 from flextrain.strategies.mesh.context.comparison import MixedPositions, OneProcessComparison
-from flextrain.strategies.mesh.context.context_parallel import Context
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_tensors
 from flextrain.testing.loop import alone, train

@@ -112,7 +112,9 @@ def later(kind: str) -> str:
 @pytest.mark.distributed
 def test_documents_that_the_compared_batch_did_not_have(workers2: WorkerGroup) -> None:
     for message in workers2.run(later, "none before"):
-        assert message.startswith("batch: has several documents in a sequence, whose positions begin again, and the batch that")
+        assert message.startswith(
+            "batch: has several documents in a sequence, whose positions begin again, and the batch that"
+        )
     assert workers2.run(later, "some before") == ["", ""]
 
 
@@ -129,7 +131,9 @@ def documents(positions: Tensor) -> Tensor | None:
 
 def test_where_documents_begin() -> None:
     one = torch.arange(LENGTH)
-    several = torch.cat([torch.arange(count) for count in (4, 1, 7, 4)])  # two begin at a boundary of shards, one is a token
+    several = torch.cat(
+        [torch.arange(count) for count in (4, 1, 7, 4)]
+    )  # two begin at a boundary of shards, one is a token
     numbers = torch.repeat_interleave(torch.arange(4), torch.tensor([4, 1, 7, 4]))
     assert documents(one[None]) is None
     assert documents(one[None] + 5) is None
