@@ -290,6 +290,8 @@ class CheckpointHook(Hook):
         self._last_failed = False
         self._is_training = False
         self._has_looked = False  # True once the folder may hold checkpoints of this run
+        self.found_of_others: set[Path] = set()
+        """Checkpoints that another run, or another course of this one, had in the folder when training began."""
         self._has_ended = False  # True between a training that was saved to its end, and the end of the run
         self._saves = AwaitedSaves(async_save, on_error)
         self.fast_interval = fast_interval
@@ -320,10 +322,6 @@ class CheckpointHook(Hook):
         """See Hook."""
         return self._fast.folder if self._fast else None
 
-    def found_of_others(self, runner: Run) -> set[Path]:
-        """Return the checkpoints that another run, or another course of this one, had in the folder when training began."""
-        return {self.out_dir(runner) / name for name in self._kept.found}
-
     def check_metrics(self, runner: Run, names: Collection[str]) -> None:
         """Raise ConfigError if ``save_best`` names no metric."""
         self._best.check_names(names)
@@ -353,6 +351,7 @@ class CheckpointHook(Hook):
             if saves:
                 kept = keep_others(runner, own[0], self.filename_tmpl, own=own, overwrite=self.overwrite)
                 self._kept.found, self._kept.others = kept
+                self.found_of_others = {own[0] / name for name in self._kept.found}
         self._has_looked = True
         self._kept.go_on(runner, self.out_dir(runner))
         if self._fast:
