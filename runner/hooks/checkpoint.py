@@ -349,9 +349,8 @@ class CheckpointHook(Hook):
             saves = self.interval > 0 or self.save_last or self._best.wanted
             own = [self.out_dir(runner)] + ([self._fast.folder] if self._fast else [])
             if saves:
-                kept = keep_others(runner, own[0], self.filename_tmpl, own=own, overwrite=self.overwrite)
-                self._kept.found, self._kept.others = kept
-                self.found_of_others = {own[0] / name for name in self._kept.found}
+                found, replaced = keep_others(runner, own[0], self.filename_tmpl, own=own, overwrite=self.overwrite)
+                self.found_of_others, self._kept.others = {own[0] / name for name in found}, replaced
         self._has_looked = True
         self._kept.go_on(runner, self.out_dir(runner))
         if self._fast:

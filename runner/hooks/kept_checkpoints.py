@@ -53,7 +53,6 @@ class KeptCheckpoints:
         self._kept: list[int] = []
         self._marked: list[int] = []  # with NaN or infinity, not counted among the kept ones
         self.others: list[str] = []  # names of those of another run, which the first good one replaces
-        self.found: list[str] = []  # names of those that are not of this run's course, when training begins
         self._between: list[str] = []  # names of those that were saved in the middle of an epoch
 
     def add(self, number: int) -> Callable[[], None]:

@@ -88,11 +88,11 @@ def gradients(model: nn.Module, seed: int = 1) -> list[Tensor]:
 
 def same(model: nn.Module, how: Any, **options: Any) -> None:
     expected = gradients(prepared(model, None, **options))
-    torch._dynamo.reset()
+    torch.compiler.reset()
     found = prepared(model, how, **options)
     for _ in range(2):
         torch.testing.assert_close(gradients(found), expected, rtol=0, atol=0)
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def products(operation: Any) -> bool:
@@ -182,12 +182,12 @@ def test_so_it_is_compiled() -> None:
     plain, x = nn.Sequential(Counted(), Counted()), torch.randn(8, SIZE)
     found = []
     for given in (None, {}):
-        torch._dynamo.reset()
+        torch.compiler.reset()
         model = prepared(plain, given, compile=dict(backend="aot_eager"))
         for _ in range(2):
             model(x).sum().backward()
         found.append([*(p.grad for p in model.parameters()), *model.buffers()])
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.testing.assert_close(found[1], found[0])
 
 
