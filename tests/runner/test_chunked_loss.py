@@ -246,7 +246,9 @@ def test_logits_are_those_of_the_autocast_of_their_head(says: Any, inside: bool)
     for loss in losses:
         loss.backward()
     for mine, whole in zip(other.parameters(), one.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, whole.grad, rtol=1e-2, atol=1e-3)
+        assert mine.grad is not None
+        assert whole.grad is not None
+        assert float((mine.grad - whole.grad).norm() / whole.grad.norm()) < within
 
 
 def test_autocast_gives_nobody_else_what_it_cast_for_chunks() -> None:
