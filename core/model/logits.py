@@ -433,7 +433,9 @@ def _add_gradients(
     with torch.enable_grad():
         value = work.compute(rows, own, number)
     asked = [each for each in (rows, *own) if each.requires_grad]
-    with torch.autocast(rows.device.type, enabled=False):  # that of forward is in force here, and backward is not under it
+    with torch.autocast(
+        rows.device.type, enabled=False
+    ):  # that of forward is in force here, and backward is not under it
         found = torch.autograd.grad(value, asked, of_rows, allow_unused=True)
     for total, one in zip((each for each in totals if each is not None), found, strict=True):
         if one is not None:

@@ -149,10 +149,13 @@ def _enter(deferred: Deferred, module: nn.Module, args: Any) -> None:
     deferred.begin()
 
 
-def _check_used(head: nn.Module, deferred: Deferred, model: nn.Module) -> None:
+def _check_used(head: nn.Module, deferred: Deferred, model: nn.Module, output: Any) -> None:
     """Raise StrategyError if a z-loss is added to nothing; say so once if a forward of training makes no logits by the head."""
-    if not deferred.is_called and all(each is not head for each in model.modules()):
-        return  # an earlier stage of a pipeline
+    gives_loss = isinstance(output, Mapping) and any(
+        "loss" in str(key) for key, value in output.items() if value is not None
+    )
+    if not deferred.is_called and not gives_loss:
+        return  # also of a stage of a pipeline
     if deferred.z_loss and not any(each.is_added for each in deferred.z_losses):
         raise StrategyError(
             f"ChunkedLoss.z_loss: {type(model).__name__}.forward computes no cross_entropy of its logits, to which it could be added; "
@@ -178,7 +181,7 @@ def _leave(head: nn.Module, deferred: Deferred, keeps: bool, module: nn.Module, 
         output: of its forward.
     """
     if torch.is_grad_enabled():
-        _check_used(head, deferred, module)
+        _check_used(head, deferred, module, output)
 
     def found(logits: Logits) -> Any:
         if torch.is_grad_enabled():

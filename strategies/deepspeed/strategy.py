@@ -293,7 +293,9 @@ class DeepSpeedStrategy(Strategy):
             engine_internals.no_spare_memory(self.device),
             swapping.param_files_in(dtype),
         ):
-            heads = [(each, found) for each in model.modules() if stage == 3 and (found := deferred_of(each)) is not None]
+            heads = [
+                (each, found) for each in model.modules() if stage == 3 and (found := deferred_of(each)) is not None
+            ]
             for parameter in (each for head, _ in heads for each in head.parameters()):
                 _deepspeed().zero.register_external_parameter(model, parameter)
             self._engine, *_ = _deepspeed().initialize(model=model, optimizer=optimizer, config=keys)

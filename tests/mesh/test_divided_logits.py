@@ -72,7 +72,9 @@ def made(family: str, **options: Any) -> Any:
         family, **{name: value for name, value in given.items() if value is not None}
     )
     torch.manual_seed(7)
-    chosen = {"gemma2": {"attn_implementation": "eager"}, "mixtral": {"experts_implementation": "eager"}}.get(family, {})
+    chosen = {"gemma2": {"attn_implementation": "eager"}, "mixtral": {"experts_implementation": "eager"}}.get(
+        family, {}
+    )
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype(), **chosen)
     with torch.no_grad():  # norms and biases that differ from 1 and 0
         for parameter in model.parameters():

@@ -207,7 +207,9 @@ def test_backward_again() -> None:
     once = cast(Tensor, model.head.weight.grad).clone()
     loss.backward()
     torch.testing.assert_close(model.head.weight.grad, 2 * once)
-    with pytest.raises(StrategyError, match="create_graph=True goes through the logits, which have first derivatives only"):
+    with pytest.raises(
+        StrategyError, match="create_graph=True goes through the logits, which have first derivatives only"
+    ):
         torch.autograd.grad(model(*data())["loss"], [model.table.weight], create_graph=True)
 
 
@@ -231,7 +233,8 @@ class Lowered(Speaker):
 
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize(
-    "says", [lambda x, y: LOSSES["flat"](x.float(), y), lambda x, y: x.logsumexp(-1).square().sum() + LOSSES["flat"](x, y)]
+    "says",
+    [lambda x, y: LOSSES["flat"](x.float(), y), lambda x, y: x.logsumexp(-1).square().sum() + LOSSES["flat"](x, y)],
 )
 def test_logits_are_those_of_the_autocast_of_their_head(says: Any, inside: bool) -> None:
     torch.manual_seed(0)
@@ -297,7 +300,10 @@ def test_a_head_that_is_not_called(z_loss: float, caplog: pytest.LogCaptureFixtu
         model(*data())
         model(*data())
     (line,) = caplog.messages
-    assert line == "ChunkedLoss: Apart.forward does not call the Linear that makes its logits, so none are computed by chunks"
+    assert (
+        line
+        == "ChunkedLoss: Apart.forward does not call the Linear that makes its logits, so none are computed by chunks"
+    )
 
 
 def test_hooks_of_parameters_see_one_gradient() -> None:
@@ -444,7 +450,9 @@ def with_adapter(*transforms: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("options", [dict(target_modules=["head"]), dict(target_modules=["table"], modules_to_save=["head"])])
+@pytest.mark.parametrize(
+    "options", [dict(target_modules=["head"]), dict(target_modules=["table"], modules_to_save=["head"])]
+)
 def test_a_z_loss_of_a_head_with_an_adapter(options: dict[str, Any], _told: set[str]) -> None:
     lora = functools.partial(LoRA, r=2, lora_alpha=4, lora_dropout=0.0, **options)
     expected, found = with_adapter(lora()), with_adapter(lora(), ChunkedLoss(CHUNK, "head", z_loss=0.25))
