@@ -383,9 +383,9 @@ class _ByRows(torch.autograd.Function):
         draws = type(work.head.layer).forward is not nn.Linear.forward
         ctx.drawn = rng_state(hidden.device) if draws else None
         ctx.save_for_backward(hidden, *parameters, *work.operands)  # these too, because torch then notices a change
-        # Autocast keeps what it has cast of a leaf, here without its graph: others who use the weight must not get that.
-        own = [each.detach().requires_grad_(each.requires_grad) for each in parameters]
-        return torch.cat([work.compute(rows, own, i) for i, rows in enumerate(torch.split(hidden, work.head.chunk))])
+        return torch.cat(
+            [work.compute(rows, parameters, i) for i, rows in enumerate(torch.split(hidden, work.head.chunk))]
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -433,9 +433,8 @@ def _add_gradients(
     with torch.enable_grad():
         value = work.compute(rows, own, number)
     asked = [each for each in (rows, *own) if each.requires_grad]
-    with torch.autocast(
-        rows.device.type, enabled=False
-    ):  # that of forward is in force here, and backward is not under it
+    # That of forward is in force here, and backward is not under it.
+    with torch.autocast(rows.device.type, enabled=False):
         found = torch.autograd.grad(value, asked, of_rows, allow_unused=True)
     for total, one in zip((each for each in totals if each is not None), found, strict=True):
         if one is not None:

@@ -254,25 +254,6 @@ def test_logits_are_those_of_the_autocast_of_their_head(says: Any, inside: bool)
         assert float((mine.grad - whole.grad).norm() / whole.grad.norm()) < within
 
 
-def test_autocast_gives_nobody_else_what_it_cast_for_chunks() -> None:
-    """It keeps what it has cast of each parameter, in the loss of chunks without a graph."""
-
-    class Reused(Speaker):
-        def forward(self, words: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            hidden = torch.tanh(self.table(words))
-            loss = self.says(self.head(hidden), labels)
-            return {"loss": loss + functional.linear(hidden, self.head.weight).float().square().mean()}
-
-    torch.manual_seed(0)
-    one = Reused(LOSSES["flat"])
-    other = copy.deepcopy(one)
-    ChunkedLoss(CHUNK, "head")(other)
-    for model in (one, other):
-        with torch.autocast("cpu", torch.bfloat16):
-            model(*data())["loss"].backward()
-    torch.testing.assert_close(other.head.weight.grad, one.head.weight.grad, rtol=2e-2, atol=2e-3)
-
-
 def test_a_head_that_gets_more_than_hidden_states() -> None:
     class Scaled(Speaker):
         def forward(self, words: Tensor, labels: Tensor) -> dict[str, Tensor]:
