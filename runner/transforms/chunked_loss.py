@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,10 @@ from ...core.base.errors import ConfigError, StrategyError, suggest
 from ...core.base.registry import TRANSFORMS
 from ...core.base.tensors import size_text
 from ...core.base.trees import tree_map_only
-from ...core.model.logits import Deferred, Logits, is_deferred
+from ...core.model.logits import Deferred, Logits, defer, is_deferred
 from ...core.torch_compat.torch_private import tree_flatten
 
+logger = logging.getLogger("flextrain")
 _AFTER = (
     "ChunkedLoss: the logits of training are gone after the loss; compute what needs them in the model's forward, or leave the "
     "transform out"
@@ -73,8 +75,9 @@ class ChunkedLoss:
         head = self._found(module)
         if is_deferred(head):
             raise ConfigError(f"{self._where}: the model has a ChunkedLoss already, leave one out")
-        head.forward = Deferred(head, self._chunk, self._z_loss)
-        module.register_forward_hook(partial(_leave, head, self._keeps))
+        deferred = defer(head, self._chunk, self._z_loss)
+        module.register_forward_pre_hook(partial(_enter, deferred))
+        module.register_forward_hook(partial(_leave, head, deferred, self._keeps))
 
     def _found(self, model: nn.Module) -> nn.Module:
         if self._head is not None:
@@ -151,23 +154,43 @@ class _Gone:
         raise StrategyError(vars(gone[0])["__why__"] if gone else _AFTER)
 
 
-def _leave(head: nn.Module, keeps: bool, module: nn.Module, args: Any, output: Any) -> Any:
+def _enter(deferred: Deferred, module: nn.Module, args: Any) -> None:
+    deferred.begin()
+
+
+def _check_used(head: nn.Module, deferred: Deferred, model: nn.Module, output: Any) -> None:
+    """Raise StrategyError if a z-loss is added to nothing; say so once if a forward of training makes no logits by the head."""
+    gives_loss = isinstance(output, Mapping) and any(
+        "loss" in str(key) for key, value in output.items() if value is not None
+    )
+    if not deferred.is_called and not gives_loss:
+        return  # also of a stage of a pipeline
+    if deferred.z_loss and not any(each.is_added for each in deferred.z_losses):
+        raise StrategyError(
+            f"ChunkedLoss.z_loss: {type(model).__name__}.forward computes no cross_entropy of its logits, to which it could be added; "
+            "compute the loss there, or leave z_loss out"
+        )
+    if not deferred.is_called and not deferred.is_idle:
+        deferred.is_idle = True
+        logger.warning(
+            "ChunkedLoss: %s.forward does not call the %s that makes its logits, so none are computed by chunks",
+            *(type(each).__name__ for each in (model, head)),
+        )
+
+
+def _leave(head: nn.Module, deferred: Deferred, keeps: bool, module: nn.Module, args: Any, output: Any) -> Any:
     """What the model returns.
 
     Args:
         head: that makes the logits.
+        deferred: its forward.
         keeps: whether logits are whole in an evaluation that has computed a loss of them.
         module: the model.
         args: of its forward.
         output: of its forward.
     """
-    deferred = cast(Deferred, head.forward)
-    z_loss, deferred.latest = deferred.latest, None
-    if z_loss is not None and not z_loss.is_added:
-        raise StrategyError(
-            f"ChunkedLoss.z_loss: {type(module).__name__}.forward computes no cross_entropy of its logits, to which it could be added; "
-            "compute the loss there, or leave z_loss out"
-        )
+    if torch.is_grad_enabled():
+        _check_used(head, deferred, module, output)
 
     def found(logits: Logits) -> Any:
         if torch.is_grad_enabled():
