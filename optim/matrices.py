@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.base.errors import ConfigError, counted, listed, suggest
+from ..core.device.precision import is_norm
 from .adapters import OF_OTHERS
 
 STRUCTURE = frozenset({OF_OTHERS, "stacked", "part_sizes", "part_dim"})
@@ -54,7 +55,7 @@ def find_roles(
     """Return the role of every parameter, under each of its names.
 
     Matrices are parameters of two dimensions, and stacks of experts: parameters of three dimensions of a module whose
-    ``num_experts`` is the first size. Not embeddings, by class or name, nor output heads: what ``get_output_embeddings`` of
+    ``num_experts`` is the first size. Not embeddings, by class or name, nor layers of normalisation, nor output heads: what ``get_output_embeddings`` of
     transformers' models returns, and what is called ``head``, ``classifier`` and such outside of numbered layers. A tied parameter
     is left to the other optimizer if it is by one of its names.
 
@@ -70,8 +71,7 @@ def find_roles(
     heads = _heads(model)
     found: dict[int, Role] = {}
     for name, parameter in named.items():
-        holder = model.get_submodule(name.rpartition(".")[0])
-        role = _role(name, parameter, holder, parameter in heads)
+        role = _role(name, parameter, _holder(model, name), parameter in heads)
         if id(parameter) not in found or not found[id(parameter)].why_not:
             found[id(parameter)] = role
     chosen = set()
@@ -79,8 +79,7 @@ def find_roles(
         for name, parameter in own:
             if parameter.ndim < 2:
                 raise ConfigError(f'{where}.matrices: "{rule}" names {name}, which is {_shape(parameter)}, no matrix')
-            holder = model.get_submodule(name.rpartition(".")[0])
-            is_stack = parameter.ndim == 3 and not isinstance(holder, (nn.Conv1d, nn.ConvTranspose1d))
+            is_stack = parameter.ndim == 3 and not isinstance(_holder(model, name), (nn.Conv1d, nn.ConvTranspose1d))
             found[id(parameter)] = Role(stacked=is_stack)
             chosen.add(id(parameter))
     for rule, own in _matching(leave, named, f"{where}.leave", whole_modules=True):
@@ -110,12 +109,20 @@ def _heads(model: nn.Module) -> set[Tensor]:
     return found
 
 
+def _holder(model: nn.Module, name: str) -> nn.Module:
+    """Return the module whose parameter this is, also where ``nn.utils.parametrize`` holds it in modules between."""
+    owner, is_parametrised, _ = name.partition("parametrizations.")
+    return model.get_submodule(owner.rstrip(".") if is_parametrised else name.rpartition(".")[0])
+
+
 def _role(name: str, parameter: Tensor, holder: nn.Module, is_head: bool) -> Role:
     *path, own = name.split(".")
     if isinstance(holder, (nn.Embedding, nn.EmbeddingBag)) or "embed" in own:
         return Role("an embedding")
     if parameter.ndim < 2 or (1 in parameter.shape[-2:] and parameter.ndim == 2):
         return Role("a vector" if parameter.ndim else "a number")
+    if is_norm(holder):
+        return Role("of a normalisation layer")
     first = next((i for i, part in enumerate(path) if part.isdecimal()), len(path))
     if is_head or any(part in _HEADS or part.endswith("_head") for part in path[:first]):
         return Role("of an output head")

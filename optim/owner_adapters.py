@@ -158,8 +158,7 @@ class WholeAdapter(OptimizerAdapter):
     @torch.no_grad()
     def _step(self, step: Callable[[], Any]) -> None:
         groups = self.optimizer.param_groups
-        members = [group["params"] for group in groups]
-        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        members, begin = [group["params"] for group in groups], [*map(settings_now, groups)]
         trained = {id(p) for own in members for p in own if is_shard(p) and p.grad is not None}
 
         def give(matrix: Matrix, chunk: Chunk) -> list[Tensor]:
@@ -178,9 +177,9 @@ class WholeAdapter(OptimizerAdapter):
             """Step the parameters that have a stand-in, each by it; groups begin each time as before the update."""
             state = self.optimizer.state
             pairs = [(p, own) for parameters in members for p in parameters if (own := stand_in(p)) is not None]
-            for group, parameters, before in zip(groups, members, settings, strict=True):
-                group.clear()
-                group.update(before, params=[own for p in parameters if (own := stand_in(p)) is not None])
+            for group, parameters, begin_anew in zip(groups, members, begin, strict=True):
+                begin_anew()
+                group["params"] = [own for p in parameters if (own := stand_in(p)) is not None]
             self.optimizer.state = defaultdict(dict, {own: state[p] for p, own in pairs if p in state})
             try:
                 with torch.enable_grad():
@@ -195,6 +194,20 @@ class WholeAdapter(OptimizerAdapter):
             exchange.run(lambda matrix: id(matrix.parameter) in trained, give, compute, take)
         # On every process, so that what groups count is the same on all.
         step_with(lambda parameter: None if is_shard(parameter) else parameter)
+
+
+def settings_now(group: dict[str, Any]) -> Callable[[], None]:
+    """Return a function that gives a group the settings that it has now, and no parameters: tensors also their values."""
+    before = {key: value for key, value in group.items() if key != "params"}
+    values = {key: value.clone() for key, value in before.items() if isinstance(value, Tensor)}
+
+    def begin_anew() -> None:
+        group.clear()
+        group.update(before)
+        for key, value in values.items():
+            before[key].copy_(value)
+
+    return begin_anew
 
 
 def _with_gradient(values: Tensor, gradient: Tensor) -> nn.Parameter:

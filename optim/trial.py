@@ -102,6 +102,18 @@ class Samples:
         shapes = [[_enlarged(*shape) for shape in group if len(shape) > 1] for group in self.shapes]
         return Samples(self.settings, shapes, self.device) if any(shapes) else None
 
+    @property
+    def doubled(self) -> Samples:
+        """Two parameters of each shape."""
+        return Samples(self.settings, [[*group, *group] for group in self.shapes], self.device)
+
+    @property
+    def singles(self) -> list[Samples]:
+        """Each parameter alone, with the same values and gradients."""
+        of_group = [(own, shape) for own, shapes in zip(self.settings, self.shapes, strict=True) for shape in shapes]
+        pairs = zip(of_group, self.drawn(), strict=True)
+        return [Samples([own], [[shape]], self.device, [drawn]) for (own, shape), drawn in pairs]
+
     def drawn(self) -> list[tuple[Tensor, list[Tensor]]]:
         """Return each parameter's values and the gradients of its updates; the second half has another scale."""
         if not self._drawn:
@@ -218,6 +230,18 @@ def resumes(make: Make, samples: Samples) -> bool:
     except TrialError:
         return True
     changes = zip(resumed.values, straight.values, straight.before, strict=True)
+    return all(_close(found, expected, expected - before, _TOLERANCE) for found, expected, before in changes)
+
+
+def updates_apart(make: Make, samples: Samples) -> bool:
+    """Return whether an optimizer updates a parameter alone as it does beside others; True if it cannot be tried."""
+    several = samples.doubled
+    try:
+        together = several.run(make, lambda tensor: tensor)
+        alone = [one.run(make, lambda tensor: tensor).values[0] for one in several.singles]
+    except TrialError:
+        return True
+    changes = zip(alone, together.values, together.before, strict=True)
     return all(_close(found, expected, expected - before, _TOLERANCE) for found, expected, before in changes)
 
 

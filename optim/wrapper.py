@@ -33,7 +33,7 @@ from .adapters import (
 )
 from .gradients import ModelGroup
 from .param_groups import Roles, check_optimizer, make_for, make_optimizer, roles_of
-from .trial import Samples, resumes, why_not_usable
+from .trial import Samples, resumes, updates_apart, why_not_usable
 
 _SCALER = "loss_scaler"
 _MMENGINES = (_SCALER, "apex_amp", "base_param_settings")
@@ -263,17 +263,28 @@ class OptimWrapper:
             if reason is not None:
                 raise StrategyError(f"{self.where}.optimizer: {kind} {reason}")
         resumed = resumes(self.make_another, samples)
-        if not resumed and self._steps_in_parts:
-            raise StrategyError(
-                f'{self.where}.optimizer: {kind} keeps values outside of its "state" and "param_groups", which are lost where owners '
-                "step sharded parameters; keep them in the state, or choose data parallelism without sharding"
-            )
+        if self._steps_in_parts:
+            self._check_parts(resumed, samples)
         if not resumed:
             _logger.warning(
                 '%s.optimizer: %s keeps values outside of its "state" and "param_groups", which checkpoints do not '
                 "contain; a resumed run will differ from an uninterrupted one",
                 self.where,
                 kind,
+            )
+
+    def _check_parts(self, resumed: bool, samples: Samples) -> None:
+        """Raise StrategyError if the optimizer cannot step some of the parameters at a time; ``resumed``: checkpoints have all it keeps."""
+        kind = f"{self.where}.optimizer: {type(self.optimizer).__name__}"
+        if not resumed:
+            raise StrategyError(
+                f'{kind} keeps values outside of its "state" and "param_groups", which are lost where owners '
+                "step sharded parameters; keep them in the state, or choose data parallelism without sharding"
+            )
+        if not updates_apart(self.make_another, samples):
+            raise StrategyError(
+                f"{kind} updates a parameter otherwise beside others than alone, by a norm of all gradients, say, and owners step "
+                "sharded parameters apart; choose data parallelism without sharding"
             )
 
     @property

@@ -21,11 +21,12 @@ from ..core.base.trees import tensors_in, tree_map_only
 from ..core.comm.agreement import all_same
 from ..core.comm.collectives import all_gather_object, side_group
 from ..core.device.device import synchronize
+from ..core.model.module_state import buffers_of
 from ..core.random.generators import load_rng_state, rng_state
 from ..core.torch_compat.torch_private import is_compiled, version_of, without_function_modes
 from ..optim.wrapper import OptimWrapper, StepInfo
 from .loops.step import RunWindow as RunWindow
-from .loops.step import Stepper, UpdateLeftOut, buffers_of
+from .loops.step import Stepper, UpdateLeftOut
 
 _Restore = Callable[[], None]
 _What = tuple[int, str]
@@ -411,6 +412,7 @@ class Replay:
 
     def _run(self, run_window: RunWindow, window: list[Any], step: Any) -> tuple[dict[str, Tensor], _Trace]:
         stepper = self._stepper
+        stepper.repetitions += 1
         trace, named = _Trace(self.bounds), dict(stepper.strategy.parameters())
         with ExitStack() as stack:
             if not (stepper.strategy.config.compile or is_compiled(stepper.module)):

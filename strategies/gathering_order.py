@@ -22,11 +22,10 @@ from ..core.torch_compat.dtensor_private import (
     before_reducing,
     complete_backward,
     hook_before_freeing,
-    in_backward,
     is_gathered,
     pass_by,
 )
-from ..core.torch_compat.torch_private import after_backward, apart, with_values
+from ..core.torch_compat.torch_private import after_backward, apart, in_backward, with_values
 
 
 @dataclass

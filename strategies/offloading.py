@@ -244,7 +244,13 @@ class Offloading:
         if hasattr(tensor, "__tensor_flatten__"):
             return _Wrapped(tensor, self.pack)
         is_strided = tensor.device.type == self._device.type and tensor.layout is torch.strided
-        if not is_strided or tensor.untyped_storage().nbytes() < LEAST or storage_key(tensor) in self._call.own:
+        is_lazy = tensor.is_conj() or tensor.is_neg()  # other values than those of its memory
+        if (
+            is_lazy
+            or not is_strided
+            or tensor.untyped_storage().nbytes() < LEAST
+            or storage_key(tensor) in self._call.own
+        ):
             return _Stays(same_below_autograd(tensor))
         with torch.no_grad():
             return _View(tensor, self._call.memory_of(tensor), self._call)

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.base.errors import ConfigError, suggest
 from ..core.hugging_face.transformers_private import train_without_cache
+from ..core.model.module_state import leaving_buffers
+from ..core.torch_compat.torch_private import in_backward
 from .config import ActivationCheckpointing
 
 # Activation checkpointing and compilation of a module in place: parameter names do not change.
@@ -30,7 +32,8 @@ def checkpoint_activations(
 ) -> list[str]:
     """Apply activation checkpointing to the outermost submodules that ``check_fn`` accepts; return their names.
 
-    It replaces the submodule's ``forward`` instead of wrapping the submodule, so that no name changes.
+    It replaces the submodule's ``forward`` instead of wrapping the submodule, so that no name changes. Buffers that forward writes
+    to, such as running statistics, are written once.
 
     Args:
         every: the first of each so many accepted submodules is taken.
@@ -47,12 +50,22 @@ def checkpoint_activations(
     names = [*chosen][::every]
     for submodule in map(chosen.__getitem__, names):
         forward = submodule.forward
+        if any(True for _ in submodule.buffers()):
+            forward = functools.partial(_keeping_buffers, forward, submodule)
         submodule.forward = (
             functools.partial(checkpoint, forward, use_reentrant=False, **options)
             if around is None
             else around(forward, submodule)
         )
     return names
+
+
+def _keeping_buffers(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call ``forward``; when backward repeats it, running statistics and counts stay as the first call has left them."""
+    if torch.compiler.is_compiling() or not in_backward():  # what is compiled repeats no writing
+        return forward(*args, **kwargs)
+    with leaving_buffers(module):
+        return forward(*args, **kwargs)
 
 
 def module_filter(

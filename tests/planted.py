@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.nn import functional
 
 from flextrain.optim import gradients
 from flextrain.strategies.mesh import strategy as mesh
@@ -52,6 +53,24 @@ def row_summed_twice(model: Build) -> None:
         "_by_rows",
         lambda own: lambda self, input: _Added.apply(own(self, input), self._local.group),
     )
+
+
+def _by_rows(make: Callable[[Tensor, Any, Any], Tensor]) -> None:
+    """Let ``make(input, weight, bias)`` take the place of a row-wise product, and add up what it returns."""
+
+    def by_rows(self: Any, input: Tensor) -> Any:
+        self._local.close()
+        return _Added.apply(make(input, self._module.weight, self._module.bias), self._local.group)
+
+    local_tensors._LocalLinear._by_rows = by_rows  # type: ignore[method-assign]
+
+
+def bias_of_each(model: Build) -> None:
+    _by_rows(lambda input, weight, bias: local_tensors._Linear.apply(input, weight, bias, None))
+
+
+def sum_after_activation(model: Build) -> None:
+    _by_rows(lambda input, weight, bias: functional.gelu(local_tensors._Linear.apply(input, weight, None, None)))
 
 
 def column_input_gradient_not_summed(model: Build) -> None:
@@ -154,6 +173,21 @@ def ties_not_summed(model: Build) -> None:
     Ties.add = lambda self, optim: None  # type: ignore[method-assign]
 
 
+def norm_of_own_shards_and_shared(model: Build) -> None:
+    """Squares are added up of what each process has a shard of, and of what all have."""
+
+    def total_norm(grads: list[Tensor], norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        own = [each.to_local() if isinstance(each, DTensor) else each for each in grads]
+        square = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in own])) ** 2
+        dist.all_reduce(square)
+        return square.sqrt()
+
+    gradients.total_norm = total_norm
+    from flextrain.optim import adapters
+
+    adapters.OptimizerAdapter.clip = lambda self, max_norm, norm_type: None  # type: ignore[method-assign]
+
+
 class _Average(nn.Module):
     """A layer that keeps the mean of what it has seen of its own samples."""
 
@@ -178,12 +212,92 @@ def buffer_of_own_samples(model: Build) -> Build:
     return build
 
 
+def _local_gradients(strategy: Any) -> list[Tensor]:
+    found = [parameter.grad for parameter in strategy.module.parameters()]
+    return [each.to_local() if isinstance(each, DTensor) else each for each in found]
+
+
 def update_by_rank(model: Build) -> None:
     def change(strategy: Any, wrapper: Any) -> None:
-        for parameter in strategy.module.parameters():
-            parameter.grad.mul_(1.0 + strategy.topology.rank)
+        for each in _local_gradients(strategy):
+            each.mul_(1.0 + strategy.topology.rank)
 
     _before_updates(change)
+
+
+def update_by_tensor_of_rank(model: Build) -> None:
+    def change(strategy: Any, wrapper: Any) -> None:
+        factor = torch.tensor(1.0 + strategy.topology.rank)
+        for each in _local_gradients(strategy):
+            each.mul_(factor)
+
+    _before_updates(change)
+
+
+def gradient_summed_over_pairs(model: Build) -> None:
+    def change(strategy: Any, wrapper: Any) -> None:
+        first = strategy.topology.rank // 2 * 2
+        group = dist.new_group([first, first + 1])
+        for each in _local_gradients(strategy):
+            dist.all_reduce(each, group=group)
+
+    _before_updates(change)
+
+
+class _Table(nn.Module):
+    """A layer that adds the sum of its shard of a table, where that of the table is due."""
+
+    table: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input + self.table.to_local().sum()
+
+
+def shard_of_a_buffer(model: Build) -> Build:
+    def build() -> nn.Module:
+        found: Any = model()
+        found.layers[0].drop = _Table()
+        return found
+
+    def with_table(own: Any) -> Any:
+        def setup(self: Any, *args: Any) -> Any:
+            found = own(self, *args)
+            layout = next(each for each in self.module.parameters() if isinstance(each, DTensor)).device_mesh
+            table = DTensor.from_local(torch.ones(4), layout, [Shard(0)])
+            self.module.layers[0].drop.register_buffer("table", table)
+            return found
+
+        return setup
+
+    _replace(mesh.MeshStrategy, "setup", with_table)
+    return build
+
+
+class _Choice(nn.Module):
+    """A layer whose shapes or branches depend on values."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.kind == "mask":
+            return input + input[input > 0].mean()
+        if self.kind == "nonzero":
+            return input + (input > 0).nonzero().sum()
+        return -input if input.mean() < 0 else input
+
+
+def _choosing(kind: str) -> Callable[[Build], Build]:
+    def plant(model: Build) -> Build:
+        def build() -> nn.Module:
+            found: Any = model()
+            found.layers[1].drop = _Choice(kind)
+            return found
+
+        return build
+
+    return plant
 
 
 def shards_not_reduced(model: Build) -> None:
@@ -209,3 +323,6 @@ FAULTS: dict[str, Callable[[Build], Build | None]] = {
     for name, value in list(globals().items())
     if callable(value) and not name.startswith("_") and getattr(value, "__module__", "") == __name__
 }
+FAULTS |= {
+    kind: _choosing(kind) for kind in ("mask", "nonzero", "branch")
+}  # no faults, but what no rehearsal can follow

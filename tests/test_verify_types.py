@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_reduce
+from torch.linalg import vector_norm
+from torch.nn.functional import gelu, linear
 
 from flextrain import ConfigError
 from flextrain.cli import main
 from flextrain.core.base.errors import StrategyError
-from flextrain.verify.type_rules import Axes, Types, aligned, part, parted
+from flextrain.plan.rehearsing import rehearsal
+from flextrain.testing import WorkerGroup
+from flextrain.verify.type_rules import Axes, Types, aligned, owned, part, parted, times
 from flextrain.verify.types import TypeFault, TypeReport, TypeRow, verify_types
 
 from .planning.conftest import PLANS
@@ -73,6 +83,8 @@ FOUND: dict[str, tuple[list[str], str, int, TypeFault]] = {
     "row_without_sum": (PLAIN, "mesh:tp2", 2, TypeFault("loss", "", "tp", "missing", "layers.0.out")),
     # Not planted: a plan that a real run refuses after it has compared numbers, since nobody gathers what the head returns.
     "": (["plain", "--strategy", "{'tp_kind':'local'}"], "mesh:tp2", 2, TypeFault("loss", "", "tp", "missing", "head")),
+    "bias_of_each": (PLAIN, "mesh:tp2", 2, TypeFault("loss", "", "tp", "doubled", "layers.0.out")),
+    "sum_after_activation": (PLAIN, "mesh:tp2", 2, TypeFault("activation", "layers.0.out", "tp", "late", "layers.0.out")),
     "row_summed_twice": (PLAIN, "mesh:tp2", 2, TypeFault("loss", "", "tp", "doubled", "layers.0.out")),
     "column_input_gradient_not_summed": (
         PLAIN, "mesh:tp2", 2, TypeFault("gradient", "embed.weight", "tp", "missing", "embed"),
@@ -97,6 +109,7 @@ FOUND: dict[str, tuple[list[str], str, int, TypeFault]] = {
         TypeFault("gradient", "model.layers.0.mlp.experts.gate_up_proj", "dp_shard (inside ep)", "averaged", "model.layers.0.mlp.experts"),
     ),
     "norm_of_own_shards": (PLAIN, "mesh:tp2", 2, TypeFault("gradient norm", "", "tp", "missing")),
+    "norm_of_own_shards_and_shared": (PLAIN, "mesh:tp2", 2, TypeFault("gradient norm", "", "tp", "doubled")),
     "ties_not_summed": (
         ["plain_tied", "--accumulate", "2"], "mesh:pp2", 2,
         TypeFault("gradient", "embed.weight", "pp", "missing"),
@@ -105,6 +118,13 @@ FOUND: dict[str, tuple[list[str], str, int, TypeFault]] = {
         ["plain"], "mesh:dp_replicate64", 64, TypeFault("buffer", "layers.0.drop.mean", "dp_replicate", "missing"),
     ),
     "update_by_rank": (["plain"], "mesh:dp_replicate64", 64, TypeFault("gradient", "embed.weight", "dp_replicate", "missing")),
+    "update_by_tensor_of_rank": (
+        ["plain"], "mesh:dp_replicate64", 64, TypeFault("gradient", "embed.weight", "dp_replicate", "missing"),
+    ),
+    "gradient_summed_over_pairs": (
+        ["plain"], "mesh:dp_replicate64", 64, TypeFault("gradient", "embed.weight", "dp_replicate", "doubled"),
+    ),
+    "shard_of_a_buffer": (PLAIN, "mesh:tp2", 2, TypeFault("loss", "", "tp", "missing", "layers.0.drop")),
 }  # fmt: skip
 """By planted fault: the script's arguments, strategy, processes, and what is reported; the place is the beginning of it."""
 
@@ -157,7 +177,93 @@ def test_what_the_mesh_does_is_sound(script: str, name: str) -> None:
     assert row.types["gradient"].keys() == row.types["parameter"].keys()
 
 
+@PLANS
+@pytest.mark.parametrize(
+    "name", ["mask", *(pytest.param(name, marks=pytest.mark.full) for name in ("nonzero", "branch"))]
+)
+def test_what_depends_on_values_is_one_line(script: str, name: str) -> None:
+    row = typed(script, "mesh:tp2", 2, *PLAIN, "--fault", name)
+    assert row.status == "not run"
+    assert re.match(r"the computation depends on values at layers\.1\.drop \(\S+planted\.py:\d+\), which", row.message)
+    assert row.message.endswith("or compare numbers with flextrain verify --simulate")
+    assert "\n" not in row.message
+
+
 # Rules
+
+
+def rules() -> dict[str, tuple[int, int, int, int]]:
+    """By computation on four processes, of which the first is followed: whether the result is own, a part, times too large, late."""
+    with rehearsal(0, 4) as found, Types(Axes(("tp",), (4,), (1,)), 0, {}) as types, found.without_values():
+        pair = dist.new_group([0, 1])
+        x, weight, same, mask = torch.ones(2, 4), torch.ones(4, 4), torch.ones(4), torch.ones(2, 4) > 0
+        for each in (x, weight, mask):
+            types.write(each, part(1))
+        for each in (same, whole := torch.ones(2, 4)):
+            types.write(each, part(0))
+        types.is_on = True
+
+        def total(term: Tensor, group: Any = None) -> Tensor:
+            dist.all_reduce(term := term.clone(), group=group)
+            return term
+
+        def to_one(value: Tensor) -> Tensor:
+            dist.reduce(value := value.clone(), 0)
+            dist.broadcast(value, 0)
+            return value
+
+        def norm(*tensors: Tensor) -> Tensor:
+            return total(vector_norm(torch.stack([vector_norm(each) for each in tensors])) ** 2)
+
+        computed: dict[str, Callable[[], Tensor]] = {
+            "part": lambda: x.relu(),
+            "sum of terms": lambda: total(x @ weight) + same,
+            "sum, by a functional collective, of a sum": lambda: total(all_reduce(x @ weight, "sum", dist.group.WORLD)),
+            "sum of the same": lambda: total(same),
+            "sum of the same, divided": lambda: total(same) / 4,
+            "sum of the same, multiplied": lambda: total(same) * 4,
+            "sum of the same over a pair": lambda: total(same, pair),
+            "sum of the same in one process": lambda: to_one(same),
+            "bias in each product": lambda: total(linear(x, weight, same)),
+            "bias of each": lambda: total((x @ weight + same).to(torch.float64) * 2),
+            "bias of each, a share": lambda: total(x @ weight + (same / 4).to(torch.float64)),
+            "bias of a part": lambda: total((x + same) @ weight),
+            "bias of what is chosen": lambda: total((x[:, 0] - same[0]).masked_fill(mask[:, 0], 0.0)),
+            "norm of parts and the same": lambda: norm(x, same),
+            "norm of parts": lambda: norm(x, weight),
+            "activation of terms": lambda: total(gelu(x @ weight) * 2),
+            "activation of a part": lambda: total(gelu(whole @ weight) @ weight),
+        }
+        answers = {}
+        for name, compute in computed.items():
+            types.late.clear()
+            kind = types.kind_of(compute())
+            answers[name] = owned(kind), parted(kind), times(kind), len(types.late)
+        types.end()
+    return answers
+
+
+@PLANS
+def test_rules_tell_terms_from_parts() -> None:
+    with WorkerGroup(1, imports=[__name__]) as group:
+        (found,) = group.run(rules)
+    twice = {
+        *(
+            "sum of the same",
+            "sum of the same, multiplied",
+            "sum of the same over a pair",
+            "sum of the same in one process",
+        ),
+        *(
+            "bias in each product",
+            "bias of each",
+            "norm of parts and the same",
+            "sum, by a functional collective, of a sum",
+        ),
+    }
+    assert found == {
+        name: (0, int(name == "part"), int(name in twice), int(name == "activation of terms")) for name in found
+    }
 
 
 def test_axes_are_cut_where_another_axis_ends() -> None:

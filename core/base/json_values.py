@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError
+from .tensors import stored_row
 
 Word = dict[str, Any]
 """An object of one entry, from the kind of a value to its content."""
@@ -28,9 +29,8 @@ def as_text(value: Any) -> Word | None:
         array = np.asarray(value)
         return {"array": [array.dtype.str, list(array.shape), _text(array.tobytes())]}
     if isinstance(value, Tensor) and value.layout is torch.strided:
-        tensor = value.detach().cpu().contiguous()
-        data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return {"tensor": [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _text(data)]}
+        data = stored_row(value.cpu()).view(torch.uint8).numpy().tobytes()
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), _text(data)]}
     return None
 
 

@@ -40,8 +40,9 @@ class Snapshot:
     """What objects hold: attributes, items of lists, dicts and sets, positions of generators and iterators, buffers.
 
     What they refer to is held too. Of modules only attributes that are values, containers, tensors or generators are,
-    because an engine that trains the module may keep objects of its own in it; parameters are not. Not covered are
-    large arrays and tensors outside of modules, and memory behind objects that Python does not see.
+    because an engine that trains the module may keep objects of its own in it; parameters are not. Of their containers it is
+    the items, and those of these that are tensors or generators. Not covered are large arrays and tensors outside of
+    modules, tensors of modules that are no buffers beyond 64 MiB in all, and memory behind objects that Python does not see.
 
     Args:
         roots: the objects.
@@ -68,9 +69,7 @@ class Snapshot:
     def _take(self, one: Any) -> Iterable[object]:
         """Keep what ``one`` holds, and return what to look into next."""
         if isinstance(one, (Tensor, np.ndarray)):
-            if one.nbytes <= min(_MOST_BYTES, self._bytes_left):
-                self._bytes_left -= one.nbytes
-                self._restore += _of_tensor(one) if isinstance(one, Tensor) else _of_array(one)
+            self._take_numbers(one, _MOST_BYTES)
         elif isinstance(one, _ITERATORS):
             self._restore += _of_iterator(one)
         elif restore := _of_generator(one):
@@ -88,6 +87,11 @@ class Snapshot:
         elif not _stands_for_something_outside(one):
             return self._take_attributes(one)
         return ()
+
+    def _take_numbers(self, one: Any, most_bytes: int) -> None:
+        if one.nbytes <= min(most_bytes, self._bytes_left):
+            self._bytes_left -= one.nbytes
+            self._restore += _of_tensor(one) if isinstance(one, Tensor) else _of_array(one)
 
     def _take_container(self, one: Any) -> Iterable[object]:
         if len(one) > _MOST_ITEMS:
@@ -115,18 +119,29 @@ class Snapshot:
         held = {name: value for name, value in own.items() if isinstance(value, _HELD_BY_MODULES)}
         self._restore.append(_of_entries(vars(module), held))
         self._restore.append(_of_buffers(module))
-        inside = [value for value in held.values() if not isinstance(value, (dict, *_LISTS, *_SETS, tuple))]
+        inside: list[object] = []
         for value in held.values():
-            if isinstance(value, (dict, *_LISTS, *_SETS)) and len(value) <= _MOST_ITEMS:
+            if isinstance(value, (dict, *_LISTS, *_SETS)) and len(value) <= _MOST_ITEMS and id(value) not in self._seen:
                 self._restore.append(_of_container(value))
                 self._seen[id(value)] = value
+            inside += _numbers_in(value)
+        for one in inside:
+            if isinstance(one, Tensor) and id(one) not in self._seen:
+                self._seen[id(one)] = one
+                self._take_numbers(one, _MOST_BYTES_IN_ALL)
         return [*module.children(), *inside]
 
 
-_HELD_BY_MODULES = (
-    *(str, bytes, int, float, complex, bool, type(None), tuple, dict, *_LISTS, *_SETS, Tensor, torch.Generator),
-    *(random.Random, np.random.Generator, np.random.RandomState),
-)
+_NUMBERS = (Tensor, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_HELD_BY_MODULES = (str, bytes, int, float, complex, bool, type(None), tuple, dict, *_LISTS, *_SETS, *_NUMBERS)
+
+
+def _numbers_in(value: Any) -> list[Any]:
+    """The tensors and generators in an attribute of a module."""
+    if isinstance(value, (dict, *_LISTS, *_SETS, tuple)):
+        items = dict.values(value) if isinstance(value, dict) else value
+        return [one for one in items if isinstance(one, _NUMBERS)] if len(items) <= _FOLLOWED_ITEMS else []
+    return [value] if isinstance(value, _NUMBERS) else []
 
 
 def _stands_for_something_outside(one: object) -> bool:

@@ -81,6 +81,11 @@ def as_stored(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
+def stored_row(tensor: Tensor) -> Tensor:
+    """The elements in one dimension with stride 1, as they are stored; ``view`` and ``reshape`` keep any stride of a single one."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().as_strided((tensor.numel(),), (1,))
+
+
 # Fingerprints of tensors: hashes of their bits, in which a single flipped bit always shows.
 
 
@@ -134,7 +139,7 @@ def of_bytes(tensor: Tensor, share: int | None = None) -> int:
         tensor: any dtype.
         share: hash only every fourth block of a large tensor, beginning with this block, 0 to 3; None: all blocks.
     """
-    flat = as_stored(tensor.detach()).contiguous().reshape(-1)
+    flat = stored_row(tensor)
     if not flat.numel():
         return 0
     data = flat.view(torch.uint8).numpy().data
@@ -186,7 +191,7 @@ def of_bits(tensor: Tensor) -> Tensor:
     It is a weighted sum of the sums of the rows and columns of the bits as integers. Each row has an even weight and each
     column an odd one, so every element has an odd one: whatever changes in a single element changes the sum.
     """
-    flat = as_stored(tensor.detach()).contiguous().reshape(-1)
+    flat = stored_row(tensor)
     bits = flat.view(_BITS[min(tensor.itemsize, 8)])  # a complex128 has twice the bits of the largest integer
     whole = bits.numel() // _ROW * _ROW
     table, rest = bits[:whole].view(-1, _ROW), bits[whole:]

@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 
 from ..base.errors import CheckpointError, counted
-from ..base.tensors import DTYPES
+from ..base.tensors import DTYPES, dtype_name
 from ..comm.agreement import gather_differing, raising_together, told_by_rank_0
 from ..comm.collectives import get_rank, get_world_size
 from . import directory
@@ -311,6 +311,11 @@ class Checkpoint:
             if tuple(tensor.shape) != self.entries[key].shape:
                 raise CheckpointError(
                     f"{self.path}: {key} has shape {self.entries[key].shape}, shape {tuple(tensor.shape)} is needed"
+                )
+            saved = DTYPES[self.entries[key].dtype]
+            if saved.is_complex and not tensor.is_complex():
+                raise CheckpointError(
+                    f"{self.path}: {key} is {dtype_name(saved)}, and {dtype_name(tensor.dtype)} has no imaginary parts"
                 )
 
     def renamed(self, entries: Mapping[str, SavedTensor], values: Mapping[str, Any] | None = None) -> Checkpoint:

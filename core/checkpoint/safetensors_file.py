@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError
 from ..base.events import heartbeat
-from ..base.tensors import DTYPE_NAMES, DTYPES, PAIRS, as_stored
+from ..base.tensors import DTYPE_NAMES, DTYPES, PAIRS, stored_row
 from .directory import check_length, write_file
 from .manifest import FileEntry, known_dtype
 from .untrusted import MAX_JSON_BYTES, one_line
@@ -129,10 +129,9 @@ def header_of(
     return text + b" " * (-len(text) % 8)
 
 
-def bytes_of(tensor: Tensor) -> memoryview | bytes:
+def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor as the file has them; a contiguous tensor on the CPU shares its memory."""
-    flat = as_stored(tensor.detach().to("cpu")).contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
+    return stored_row(tensor.to("cpu")).view(torch.uint8).numpy().data
 
 
 class SafetensorsFile(Fetch):
@@ -238,7 +237,7 @@ class SafetensorsFile(Fetch):
 
     def _read_bytes(self, begin: int, target: Tensor) -> None:
         """Fill a contiguous tensor on the CPU with the bytes that begin at offset ``begin``."""
-        room = target.reshape(-1).view(torch.uint8).numpy().data
+        room = target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
         self._file.seek(begin)
         done = 0
         while done < len(room):

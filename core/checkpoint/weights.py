@@ -384,13 +384,12 @@ def match_weights(
     Returns:
         The source under the model's names, the part of the template that it can fill, and the mismatches.
     """
-    entries: dict[str, SavedTensor] = {}
-    for key, entry in source.entries.items():
-        if key.startswith(MODEL):
-            name = key.removeprefix(MODEL)
-            for pattern, replacement in revise_keys:
-                name = re.sub(pattern, replacement, name)
-            entries[MODEL + aliases.get(name, name)] = entry
+    there = {
+        _revised(key.removeprefix(MODEL), revise_keys): e for key, e in source.entries.items() if key.startswith(MODEL)
+    }
+    # The first name of a tied parameter comes last, so that it counts if the file has both.
+    names = sorted(there, key=lambda name: name not in aliases)
+    entries = {MODEL + aliases.get(name, name): there[name] for name in names}
     own = {key: tuple(tensor.shape) for key, tensor in template.items() if key.startswith(MODEL)}
     from_file = {key.removeprefix(MODEL) for key in entries}
     if across_adapters:

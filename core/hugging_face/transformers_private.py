@@ -202,21 +202,27 @@ def keep_documents_apart(model: nn.Module) -> None:
     for module in model.modules():  # those inside of others too, which may be called by themselves
         if not is_model_class(type(module)) or calls_before_forward(module, _without_cache):
             continue
-        if "use_cache" in inspect.signature(module.forward).parameters:
+        if "use_cache" in inspect.signature(type(module).forward).parameters:  # its own may be one that is recomputed
             module.register_forward_pre_hook(_without_cache, with_kwargs=True)
 
 
 def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     # Models call each other by keywords: the signature is read where a person gives positions by position.
-    given = (
-        kwargs
-        if len(args) < 2
-        else kwargs | dict(zip(inspect.signature(module.forward).parameters, args, strict=False))
-    )
+    given = kwargs if len(args) < 2 else called_by_keywords(module, args, kwargs)
     caches = ("use_cache", "past_key_values", "cache")
     if given.get("position_ids") is None or any(given.get(key) is not None for key in caches):
         return None
     return args, {**kwargs, "use_cache": False}
+
+
+def called_by_keywords(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by their names in the forward of the module's class, as its own may be one that is recomputed.
+
+    Raises:
+        TypeError: forward takes no such arguments.
+    """
+    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    return {**kwargs, **{name: bound.arguments[name] for name in [*bound.arguments][1 : len(args) + 1]}}
 
 
 # All names of transformers that are private or change often; other modules use its public, documented names only.

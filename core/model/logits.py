@@ -159,6 +159,7 @@ class Logits(Tensor):
     def with_step(self, step: Rows, operands: Sequence[Tensor] = ()) -> Logits:
         """Return the logits after an operation on each row, and on the operands."""
         self._check_current()
+        step = _as_now(step, self.device)
         head = replace(
             self._head,
             steps=(*self._head.steps, step),
@@ -256,21 +257,34 @@ class Deferred:
         z_loss: weight of the z-loss; 0: none.
 
     Attributes:
-        latest: the z-loss of the logits of the last call; None: they have none.
+        z_losses: those of the logits of training since ``begin``, one of each call.
+        is_called: whether it was since then.
+        is_idle: whether the log has said that a forward of training does not call it.
     """
 
     def __init__(self, layer: nn.Module, chunk: int, z_loss: float = 0.0) -> None:
-        self._layer, self._chunk, self._z_loss = layer, chunk, z_loss
-        self._is_last = True
-        self.latest: ZLoss | None = None
+        self._layer, self._chunk, self.z_loss = layer, chunk, z_loss
+        self._is_last, self.is_idle = True, False
+        self.begin()
 
-    def __call__(self, hidden: Tensor) -> Any:
+    def begin(self) -> None:
+        """The model's forward begins."""
+        self.z_losses: list[ZLoss] = []
+        self.is_called = False
+
+    def __call__(self, hidden: Tensor, *more: Any, **named: Any) -> Any:
         """Return logits of shape (..., words) for hidden states of shape (..., features)."""
-        forward = partial(type(self._layer).forward, self._layer)
-        self.latest = ZLoss(self._z_loss) if self._z_loss and torch.is_grad_enabled() else None
-        head = OutputHead(
-            self._layer, forward, self._chunk, weights=tuple(self._layer.parameters()), z_loss=self.latest
-        )
+        if more or named:
+            raise StrategyError(
+                f"ChunkedLoss: {type(self._layer).__name__}, which makes the logits, is called with more than hidden states, rows of "
+                "which could not be computed by themselves; leave the transform out"
+            )
+        forward = _as_now(partial(type(self._layer).forward, self._layer), hidden.device)
+        self.is_called, z_loss = True, None
+        if self.z_loss and torch.is_grad_enabled():
+            z_loss = ZLoss(self.z_loss)
+            self.z_losses.append(z_loss)
+        head = OutputHead(self._layer, forward, self._chunk, weights=tuple(self._layer.parameters()), z_loss=z_loss)
         return Logits.of(head, hidden) if self._is_last else _Later(head=head, hidden=hidden)
 
     def come_last(self) -> None:
@@ -294,9 +308,22 @@ def _refuse(gradient: Tensor) -> None:
     raise StrategyError(_LOST)
 
 
+def defer(layer: nn.Module, chunk: int, z_loss: float = 0.0) -> Deferred:
+    """Let a layer make its logits later, and return what has become its forward; strategies may wrap that."""
+    deferred = Deferred(layer, chunk, z_loss)
+    vars(layer).update(forward=deferred, _flextrain_deferred=deferred)
+    return deferred
+
+
+def deferred_of(module: nn.Module) -> Deferred | None:
+    """What ``defer`` has returned for a module, whose parameters are used after its forward."""
+    found: Deferred | None = vars(module).get("_flextrain_deferred")
+    return found
+
+
 def is_deferred(module: nn.Module) -> bool:
     """Whether a module's parameters are used after its forward."""
-    return isinstance(vars(module).get("forward"), Deferred)
+    return deferred_of(module) is not None
 
 
 def _made_whole(given: Any, name: str) -> Any:
@@ -362,34 +389,68 @@ class _ByRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise StrategyError(
+                "ChunkedLoss: a gradient with create_graph=True goes through the logits, which have first derivatives only; leave the "
+                "transform out"
+            )
         kind, dtype, enabled = ctx.autocast
         _, of_hidden, *wanted = ctx.needs_input_grad
         (gradient,), (hidden, *saved) = gradients, ctx.saved_tensors
-        parameters = saved[: len(wanted)]
+        parameters, chunk = saved[: len(wanted)], ctx.work.head.chunk
         found = torch.zeros_like(hidden) if of_hidden else None
         sums = [
             torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) if wants else None
             for each, wants in zip(parameters, wanted, strict=True)
         ]
+        # For all chunks, because autocast keeps what it has cast of each leaf.
+        own = [each.detach().requires_grad_(wants) for each, wants in zip(parameters, wanted, strict=True)]
         with torch.autocast(kind, dtype=dtype, enabled=enabled), _drawing_again(ctx.drawn, hidden.device):
-            chunk = ctx.work.head.chunk
             for i, (rows, of_rows) in enumerate(
                 zip(torch.split(hidden, chunk), torch.split(gradient, chunk), strict=True)
             ):
-                part = rows.detach().requires_grad_(of_hidden)
-                own = [each.detach().requires_grad_(wants) for each, wants in zip(parameters, wanted, strict=True)]
-                with torch.enable_grad():
-                    value = ctx.work.compute(part, own, i)
-                asked = [each for each in (part, *own) if each.requires_grad]
-                of_each = iter(torch.autograd.grad(value, asked, of_rows, allow_unused=True))
                 totals = [None if found is None else found[i * chunk : (i + 1) * chunk], *sums]
-                for total in (each for each in totals if each is not None):
-                    if (one := next(of_each)) is not None:
-                        total += one
+                _add_gradients(totals, ctx.work, rows.detach().requires_grad_(of_hidden), own, of_rows, i)
         given = [
             None if each is None else each.to(parameter.dtype) for each, parameter in zip(sums, parameters, strict=True)
         ]
         return None, found, *given
+
+
+def _add_gradients(
+    totals: Sequence[Tensor | None], work: _Work, rows: Tensor, own: Sequence[Tensor], of_rows: Tensor, number: int
+) -> None:
+    """Add the gradients of a chunk, which are gone before the next one has logits.
+
+    Args:
+        totals: what they are added to, of the rows and of each parameter; None: it gets none.
+        work: what is computed of the rows.
+        rows: of hidden states.
+        own: the parameters.
+        of_rows: the gradient of what is computed.
+        number: of the chunk.
+    """
+    with torch.enable_grad():
+        value = work.compute(rows, own, number)
+    asked = [each for each in (rows, *own) if each.requires_grad]
+    # That of forward is in force here, and backward is not under it.
+    with torch.autocast(rows.device.type, enabled=False):
+        found = torch.autograd.grad(value, asked, of_rows, allow_unused=True)
+    for total, one in zip((each for each in totals if each is not None), found, strict=True):
+        if one is not None:
+            total += one
+
+
+def _as_now(rows: Rows, device: torch.device) -> Rows:
+    """The same under the autocast that is in force now, whatever is in force when it is called."""
+    kind = device.type
+    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+
+    def found(given: Tensor) -> Tensor:
+        with torch.autocast(kind, dtype=dtype, enabled=enabled):
+            return rows(given)
+
+    return found
 
 
 @contextmanager
@@ -454,9 +515,8 @@ def _reduced(logits: Logits, name: str, function: Any, args: Any, kwargs: Any) -
         with torch.no_grad():
             found = logits.rows(lambda rows, _: rows.argmax(-1))
     else:
-        found = logits.rows(lambda rows, _: rows.logsumexp(-1), torch.promote_types(logits.dtype, torch.float32)).to(
-            logits.dtype
-        )
+        wide, dtype = torch.promote_types(logits.dtype, torch.float32), logits._sample.logsumexp(-1).dtype
+        found = logits.rows(lambda rows, _: rows.logsumexp(-1), wide).to(dtype)
     return found.unsqueeze(-1) if keeps else found
 
 
@@ -544,7 +604,8 @@ def _cross_entropy(logits: Logits, name: str, function: Any, args: Any, kwargs: 
     target, weight, reduction = given.pop("target"), given.get("weight"), given.pop("reduction")
     is_old = given.pop("size_average", None) is not None or given.pop("reduce", None) is not None
     at_words = logits._moved or logits.ndim <= 2
-    if is_old or target.is_floating_point() or not at_words or target.shape != logits._hidden.shape[:-1]:
+    is_known = not is_old and reduction in ("mean", "sum", "none")
+    if not is_known or target.is_floating_point() or not at_words or target.shape != logits._hidden.shape[:-1]:
         return NotImplemented
     if weight is not None and weight.requires_grad:
         return NotImplemented
@@ -559,10 +620,11 @@ def _cross_entropy(logits: Logits, name: str, function: Any, args: Any, kwargs: 
         found: Tensor = function(rows, parts[i], reduction="none", **given)
         if z_loss is None:
             return found
-        counts = (parts[i] != given["ignore_index"]).to(wide)
+        squares = z_loss.weight * _log_sum(rows).square()
         if weight is not None:
-            counts = counts * given["weight"][parts[i].clamp(0, rows.shape[-1] - 1)]
-        regularised: Tensor = found + z_loss.weight * counts * _log_sum(rows).square()
+            squares = squares * given["weight"][parts[i].clamp(0, rows.shape[-1] - 1)]
+        # Not times 0: where no token counts, a mean's gradient is infinite, and that of whole logits 0.
+        regularised: Tensor = found + squares.masked_fill(parts[i] == given["ignore_index"], 0.0)
         return regularised
 
     if z_loss is not None:

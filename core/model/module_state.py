@@ -1,4 +1,4 @@
-"""Extra state of modules (``get_extra_state``), and checks that a checkpoint can hold all state of a model.
+"""Extra state of modules (``get_extra_state``), checks that a checkpoint can hold all state of a model, and buffers put back.
 
 A checkpoint has the extra state of the module ``name`` under ``extra_state.<name>``. In its value ``{"tensor": 0}``
 stands for the tensor ``extra_state.<name>/0``. Tuples and the keys of dicts keep their types.
@@ -6,8 +6,8 @@ stands for the tensor ``extra_state.<name>/0``. Tuples and the keys of dicts kee
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -197,3 +197,35 @@ def make_buffers(
         if getattr(owner, leaf, None) is None:
             with suppress(KeyError):  # the name belongs to an attribute that is not a buffer
                 owner.register_buffer(leaf, torch.zeros(shape, dtype=dtype, device=device))
+
+
+# Buffers that forward writes to.
+
+
+def buffers_of(module: nn.Module) -> Callable[[], None]:
+    """Return a function that makes the buffers, such as running statistics, what they are now."""
+    before = [
+        (part, name, buffer, buffer.clone())
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+    ]
+
+    def restore() -> None:
+        for part, name, buffer, value in before:
+            # Without a trace: torch's batch normalisation leaves none either, and a buffer that seems written would no
+            # longer be compared with its replicas.
+            buffer.data.copy_(value)
+            if part.get_buffer(name) is not buffer:
+                setattr(part, name, buffer)
+
+    return restore
+
+
+@contextmanager
+def leaving_buffers(module: nn.Module) -> Iterator[None]:
+    """Context after which the buffers are what they were."""
+    restore = buffers_of(module)
+    try:
+        yield
+    finally:
+        restore()

@@ -510,8 +510,3 @@ def complete_backward(unit: nn.Module, gathers: bool) -> Iterator[None]:
     for group in reversed(groups):
         if group._training_state.name == "PRE_BACKWARD":
             group.post_backward()
-
-
-def in_backward() -> bool:
-    """Whether autograd runs backward in this thread, which may compute a forward again. 2.6, 2.15."""
-    return bool(torch._C._current_graph_task_id() != -1)

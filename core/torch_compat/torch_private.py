@@ -491,6 +491,11 @@ class Both(AbstractContextManager[None]):
         self._open.__exit__(*error)
 
 
+def in_backward() -> bool:
+    """Whether autograd runs backward in this thread, which may compute a forward again. 2.6, 2.15."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def contexts_of_repetition() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None:
     """New contexts of forward and its repetition, inside of ``repeating_in``; None outside. 2.6, 2.15."""
     given = cast(Any, inspect.unwrap(torch.utils.checkpoint.checkpoint)).__kwdefaults__["context_fn"]

@@ -11,13 +11,16 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..core.base.errors import ConfigError, FlexTrainError, one_line, suggest
 from ..optim.wrapper import OptimWrapper
@@ -25,7 +28,7 @@ from ..strategies.base import Strategy
 from ..strategy_options import own_dtype, strategy_options
 from ..user_script import runner_arguments
 from .plan import PlannedJob, RankPlan
-from .rehearsing import rehearsal
+from .rehearsing import WithoutValues, rehearsal
 from .rehearsing_private import device_errors, value_errors
 from .update import Facts, Training, set_seed
 
@@ -44,6 +47,24 @@ def rehearse(
     Raises:
         ScriptError: the script makes no runner.
     """
+    on_phase("running the script")
+    with as_rank(job, rank) as (found, arguments, notes):
+        training = Training(arguments, job, found, on_phase)
+        training.facts.notes += notes
+        plan = training.run()
+        training.facts.notes += found.not_checked
+        return plan, training.facts
+
+
+@contextmanager
+def as_rank(job: PlannedJob, rank: int) -> Iterator[tuple[WithoutValues, dict[str, Any], list[str]]]:
+    """Context in which this process is one rank of a job in a rehearsal; its arguments of the runner, and what to note of them.
+
+    The environment variables of a launcher are set for good.
+
+    Raises:
+        ScriptError: the script makes no runner.
+    """
     local = job.world_size // job.nodes
     os.environ.update(
         RANK=str(rank),
@@ -55,18 +76,12 @@ def rehearse(
     )
     with ExitStack() as stack:
         found = stack.enter_context(rehearsal(rank, job.world_size))
-        on_phase("running the script")
         try:
             with found.building():
                 given = stack.enter_context(runner_arguments(job.script, job.arguments))
         except Exception as error:
             raise ScriptError from error
-        arguments, notes = arguments_for(job, given)
-        training = Training(arguments, job, found, on_phase)
-        training.facts.notes += notes
-        plan = training.run()
-        training.facts.notes += found.not_checked
-        return plan, training.facts
+        yield found, *arguments_for(job, given)
 
 
 def measure(job: PlannedJob) -> RankPlan:
@@ -155,13 +170,21 @@ def answer(job: PlannedJob, rank: int, on_phase: Callable[[str], object] = lambd
         found.plan, found.facts = rehearse(job, rank, on_phase)
     except Exception as error:
         found.is_of_script = isinstance(error, ScriptError)
-        found.problem = _explained(error if error.__cause__ is None or not found.is_of_script else error.__cause__)
+        found.problem = explained(error)
     found.seconds = time.process_time()
     found.resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return found
 
 
-def _explained(error: BaseException) -> str:
+def explained(error: BaseException, otherwise: str = "") -> str:
+    """Return what ended a rehearsal as one line: the module, file and line of the user's code that failed, and what to do.
+
+    Args:
+        error: whatever was raised.
+        otherwise: what else to do where the computation depends on values.
+    """
+    if isinstance(error, ScriptError) and error.__cause__ is not None:
+        error = error.__cause__
     if isinstance(error, FlexTrainError):
         return _one_line(error)
     if isinstance(error, SyntaxError):
@@ -170,8 +193,8 @@ def _explained(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, value_errors()):
-            hint = "" if "/torch/" in where else "; return tensors to log as they are, without item() or float()"
-            return f"the computation depends on values at {where}, which a plan has none of ({_one_line(cause)}){hint}"
+            hint = otherwise if "/torch/" in where else _INSTEAD + otherwise
+            return f"the computation depends on values at {where}, which a rehearsal has none of ({_one_line(cause)}){hint}"
         cause = cause.__cause__
     text = _one_line(error)
     if isinstance(error, device_errors()) or any(word in text for word in _OF_CUDA):
@@ -179,24 +202,36 @@ def _explained(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" + (f" ({where})" if where else "")
 
 
+_INSTEAD = (
+    "; choose by torch.where in place of branches and of masks that select, and return tensors to log as they are, "
+    "without item() or float()"
+)
 _OF_CUDA = ("NVIDIA driver", "not compiled with CUDA", "No CUDA GPUs", "invalid device ordinal", "torch_npu")
 
 
 def _where(error: BaseException) -> str:
-    """File and line of the user's code that failed, or of torch's optimizer if only the library called it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _is_passed_through(frame.filename)]
-    if own and Path(own[-1].filename).is_relative_to(_HOME):
-        own += [frame for frame in frames if "/torch/optim/" in frame.filename]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+    """Module, file and line of the user's code that failed, or of torch's optimizer if only the library called it."""
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    own = [each for each in frames if not _is_passed_through(each[0].f_code)]
+    if own and Path(own[-1][0].f_code.co_filename).is_relative_to(_HOME):
+        own += [each for each in frames if "/torch/optim/" in each[0].f_code.co_filename]
+    line = f"{own[-1][0].f_code.co_filename}:{own[-1][1]}" if own else ""
+    called = [frame.f_locals.get("self") for frame, _ in frames]
+    modules = [each for each in called if isinstance(each, nn.Module) and not isinstance(each, DistributedDataParallel)]
+    if not modules or not line:
+        return line
+    name = next((name for name, module in modules[0].named_modules() if module is modules[-1]), "")
+    return f"{name or 'the model'} ({line})"
 
 
 _HOME = Path(__file__).resolve().parents[2]
 
 
-def _is_passed_through(path: str) -> bool:
-    """Whether a file is torch's or planning's own, which every operation goes through."""
-    return "/torch/" in path or path.startswith("<") or Path(path).parent == Path(__file__).parent
+def _is_passed_through(code: CodeType) -> bool:
+    """Whether a function is torch's or planning's own, which every operation goes through."""
+    path = code.co_filename
+    is_mode = code.co_name in ("__torch_dispatch__", "__torch_function__") or Path(path).parent == Path(__file__).parent
+    return "/torch/" in path or path.startswith("<") or is_mode
 
 
 def _one_line(error: BaseException) -> str:

@@ -130,14 +130,15 @@ class Axes:
         """The index of a process along each axis."""
         return tuple(rank // stride % size for size, stride in zip(self.sizes, self.strides, strict=True))
 
-    def along(self, ranks: Sequence[int]) -> int:
-        """The axes along which these processes differ, as bits; 0 if they are not all processes along them.
+    def along(self, ranks: Sequence[int], whole: bool = True) -> int:
+        """The axes along which these processes differ, as bits; if ``whole``, 0 if they are not all processes along them.
 
         Of the stages of a pipeline, those that share a parameter are all.
         """
         found = [{*column} for column in zip(*(self.index(rank) for rank in ranks), strict=True)]
         differing = [i for i, indices in enumerate(found) if len(indices) > 1]
-        if math.prod(len(found[i]) if self.names[i] == "pp" else self.sizes[i] for i in differing) != len(ranks):
+        count = math.prod(len(found[i]) if self.names[i] == "pp" else self.sizes[i] for i in differing)
+        if whole and count != len(ranks):
             return 0
         return sum(1 << i for i in differing)
 
@@ -161,6 +162,9 @@ class Step:
         inputs: the steps whose results it took, with the union of the types of each, and whether its shape is the result's.
         sums_same: axes over which it added up what was the same.
         adds: it is a sum of two tensors.
+        joins: axes along which it added what all processes have to what each has a part or term of.
+        passes: it changes elements where they are, in the same way on all processes.
+        share: axes by whose number of processes it has divided.
     """
 
     name: str
@@ -170,6 +174,14 @@ class Step:
     inputs: list[tuple[int, int, bool]] = field(default_factory=list)
     sums_same: int = 0
     adds: bool = False
+    joins: int = 0
+    passes: bool = False
+    share: int = 0
+
+    @property
+    def stem(self) -> str:
+        """The name without namespace, overload and what says that it works in place."""
+        return self.name.partition("::")[2].partition(".")[0].rstrip("_")
 
 
 Operation = tuple[str, int]
@@ -291,6 +303,7 @@ class Types(OperationRecorder):  # type: ignore[no-untyped-call]
         outputs: by name of a module, the union of the types of what its forward returned last, and the step that made it.
         is_apart: a neighbour has executed another operation, and nothing was followed from there on.
         summed: steps whose results were added up, and over which axes: they were terms of a sum.
+        late: the same of steps that are no sum's, such as a gelu of terms: the sum was due before.
     """
 
     data: int = _ALL
@@ -305,9 +318,10 @@ class Types(OperationRecorder):  # type: ignore[no-untyped-call]
         self.steps: list[Step] = []
         self.outputs: dict[str, tuple[int, int]] = {}
         self.summed: dict[int, int] = {}
+        self.late: dict[int, int] = {}
         self._kinds: weakref.WeakKeyDictionary[torch.UntypedStorage, Kind] = weakref.WeakKeyDictionary()
         self._writers: weakref.WeakKeyDictionary[torch.UntypedStorage, list[int]] = weakref.WeakKeyDictionary()
-        self._groups: dict[Any, tuple[int, int, int]] = {}
+        self._groups: dict[Any, tuple[int, int, int, int]] = {}
         self._factors: list[tuple[float, int]] = [(float(size), 1 << i) for i, size in enumerate(axes.sizes)]
 
     # The type of a tensor
@@ -375,16 +389,16 @@ class Types(OperationRecorder):  # type: ignore[no-untyped-call]
     def typed(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """See OperationRecorder."""
         differing = 0 if self.is_apart else self._differing()
-        if func.is_view or self.is_apart:
+        given, outs = _tensors((args, kwargs)), _tensors(result)
+        if self.is_apart or (func.is_view and not _is_lifted(given, outs)):
             return
         with with_values():
-            given = _tensors((args, kwargs))
             step = Step(func.name(), 0, self.inside[-1] if self.inside else "", "")
-            outs = _tensors(result)
             for each in given:
                 inside, shape = self.kind_of(each), bool(outs) and each.shape == outs[0].shape
                 step.inputs += [(writer, inside, shape) for writer in self.writers(each) or [-1]]
-            step.adds = func.name().startswith(("aten::add", "aten::sub"))
+            step.adds = step.stem in ("add", "sub", "rsub")
+            step.passes = not differing and (torch.Tag.pointwise in func.tags or step.stem in _PASSING)
             self._number = len(self.steps)
             self.steps.append(step)
             if not self._sent(func, args, kwargs, result, step):
@@ -439,6 +453,7 @@ class Types(OperationRecorder):  # type: ignore[no-untyped-call]
         if name in _MOVING and self._moved(func, args, kwargs, result, outs, extra):
             return
         kinds = [self.read(each) for each in given]
+        self._note_terms(given, kinds)
         if all(isinstance(kind, int) for kind in kinds):
             found: Kind = _either(kinds)  # type: ignore[arg-type]
         elif (torch.Tag.pointwise in func.tags or name == "copy_") and len(outs) == 1:
@@ -469,7 +484,7 @@ class Types(OperationRecorder):  # type: ignore[no-untyped-call]
                        for kind, one in zip(kinds, given, strict=True)])  # fmt: skip
         moved = _replaced(args, filled)
         options = arguments_of(func, args, kwargs)
-        if name in ("clone", "_to_copy"):
+        if name in ("clone", "_to_copy", "wait_tensor"):
             found: Any = moved[0]
         elif "chunk_cat" in name:
             found = _chunk_cat(moved[0], options["dim"], options["num_chunks"])
@@ -485,16 +500,58 @@ class Types(OperationRecorder):  # type: ignore[no-untyped-call]
     def _scaled(self, name: str, args: Any, kind: Any, given: Sequence[Tensor]) -> Any:
         """Forget that a sum was too large where it is divided by as much, or by such another sum."""
         stem = name.removeprefix("_foreach_").rstrip("_")
-        if stem not in ("mul", "div") or not times(_union(kind)):
+        if stem not in ("mul", "div"):
             return kind
         for number in (each for each in args if isinstance(each, (int, float)) and not isinstance(each, bool)):
             for size, axes in self._factors:
-                if math.isclose(number, size) or (stem == "mul" and math.isclose(number * size, 1.0)):
+                if math.isclose(number, size if stem == "div" else 1.0 / size):
+                    self.steps[self._number].share |= axes
                     kind = kind & ~(axes << _TIMES)
         if stem == "div" and len(given) == 2:
             both = times(self.kind_of(given[0])) & times(self.kind_of(given[1]))
             kind = kind & ~(both << _TIMES)
         return kind
+
+    # Terms of sums
+
+    def _note_terms(self, given: Sequence[Tensor], kinds: Sequence[Kind]) -> None:
+        """Note the axes along which an operation adds what all processes have to terms, see Step."""
+        step = self.steps[self._number]
+        shares = [_either(self.steps[at].share for at in self.writers(each)[-1:]) for each in given]
+        if step.stem in _COPYING:
+            step.share = _either(shares)
+        parts = [parted(kind) & ~owned(kind) for kind in map(_union, kinds)]
+        alike = [_alike(kind) for kind in map(_union, kinds)]
+        if step.adds and len(kinds) == 2:
+            step.joins = parts[0] & alike[1] & ~shares[1] | parts[1] & alike[0] & ~shares[0]
+        elif step.stem in _WITH_BIAS and len(kinds) == 3:
+            bias = _WITH_BIAS[step.stem]
+            step.joins = alike[bias] & ~shares[bias] & parts[bias - 1] & parts[bias - 2]
+        elif step.stem in _ADDING_UP and not isinstance(kinds[0], int):
+            each = torch.unique(kinds[0]).tolist()
+            step.joins = _either(parted(kind) & ~owned(kind) for kind in each) & _either(map(_alike, each))
+
+    def _look_at_terms(self, tensor: Tensor, axis: int) -> bool:
+        """Whether terms, which are about to be added up over an axis, hold what all have, as a bias that each has added.
+
+        What was done to them since the product that made them is looked at.
+        """
+        joins, seen = False, set[int]()
+        writers = self.writers(tensor)
+        open_ = [(at, -1) for at in writers] if len(writers) == 1 else []  # of several, each has made some elements
+        while open_:
+            at, bent = open_.pop()
+            if at < 0 or at in seen:
+                continue
+            seen.add(at)
+            step = self.steps[at]
+            joins |= bool(step.joins & axis)
+            before = [i for i, kind, _ in step.inputs if parted(kind) & axis]
+            if step.stem in _BENDING or (step.passes and (step.adds or len(before) == 1)):
+                open_ += [(i, at if step.stem in _BENDING else bent) for i in before]
+            elif bent >= 0 and step.stem in _PRODUCTS and len(before) > 1:
+                self.late[bent] = self.late.get(bent, 0) | axis
+        return joins
 
     # Collectives
 
@@ -508,10 +565,10 @@ class Types(OperationRecorder):  # type: ignore[no-untyped-call]
                 self._set(own_part, _simple(torch.cat(kinds)))
             return True
         found = collective_of(func, args, kwargs, result)
-        if found is None:
-            return func.namespace in ("c10d", "_c10d_functional")
+        if found is None:  # of those that wait, the result is another tensor without values
+            return func.namespace in ("c10d", "_c10d_functional") and step.stem != "wait_tensor"
         kind, group, _, _other = found
-        axes, size, index = self._group(group)
+        axes, _, index, _ = self._group(group)
         sources, targets = _sent_and_received(kind, arguments_of(func, args, kwargs), result)
         if kind == "send":
             step.kind = _either(map(self.kind_of, sources))
@@ -525,28 +582,25 @@ class Types(OperationRecorder):  # type: ignore[no-untyped-call]
                 if kind in ("all_reduce", "reduce_scatter", "reduce"):
                     self.summed[writer] = self.summed.get(writer, 0) | axes
         op = _operation(arguments_of(func, args, kwargs)) if "reduce" in kind else ""
-        if kind in ("all_gather", "all_reduce", "reduce_scatter", "broadcast") and len(targets) >= len(sources):
+        if kind in ("all_gather", "all_reduce", "reduce", "reduce_scatter", "broadcast") and len(targets) >= len(
+            sources
+        ):
             copies = len(targets) // max(len(sources), 1)
             for i, target in enumerate(targets):
-                self._set(
-                    target, self._after(kind, op, self.read(sources[i // copies]), axes, size, step, target, index)
-                )
+                self._set(target, self._after(kind, op, sources[i // copies], group, step, target, index))
             return True
         whole = _either(map(self.kind_of, sources or targets))
         if kind == "reduce_scatter":  # of lists
             count = len(sources) // len(targets)
             for i, target in enumerate(targets):
-                self._set(
-                    target, self._after(kind, op, self.read(sources[i * count + index]), axes, size, step, target, 0)
-                )
+                self._set(target, self._after(kind, op, sources[i * count + index], group, step, target, 0))
             return True
         for target in targets:
             self._set(target, self._exchanged(whole, axes) if kind == "all_to_all" else whole | part(axes))
         return True
 
-    def _after(
-        self, kind: str, op: str, before: Kind, axes: int, size: int, step: Step, target: Tensor, index: int
-    ) -> Kind:
+    def _after(self, kind: str, op: str, source: Tensor, group: Any, step: Step, target: Tensor, index: int) -> Kind:
+        before, (axes, size, _, over) = self.read(source), self._group(group)
         if kind == "reduce_scatter" and not isinstance(before, int):
             flat = before.reshape(-1)
             if flat.numel() > target.numel():
@@ -554,15 +608,16 @@ class Types(OperationRecorder):  # type: ignore[no-untyped-call]
             before = _simple(flat.reshape(target.shape))
         cleared = before & ~(axes << _OWN | axes << _PART)
         if op == "sum":
-            for i in self.axes.each(axes):
-                bit = 1 << i
+            for bit in (1 << i for i in self.axes.each(over)):
                 same = _where(before, functools.partial(_depends_equally, bit))
-                if same is not None and _any(same):
+                if not _any(same) and not owned(_union(before)) & bit and self._look_at_terms(source, bit):
+                    same = 1
+                if _any(same):
                     step.sums_same |= bit
                     cleared = cleared | (same * (bit << _TIMES))
             if step.sums_same:
-                self._factors.append((float(size), axes))
-        if kind == "reduce_scatter":
+                self._factors.append((float(size), over))
+        if kind in ("reduce", "reduce_scatter"):
             return cleared | part(axes)
         if kind == "all_gather" and not isinstance(cleared, int):
             return _simple(
@@ -582,10 +637,12 @@ class Types(OperationRecorder):  # type: ignore[no-untyped-call]
             | part(before[0] | before[1] & ~self.data | axes & ~(before[0] | before[1]))
         )
 
-    def _group(self, group: Any) -> tuple[int, int, int]:
+    def _group(self, group: Any) -> tuple[int, int, int, int]:
+        """The whole axes of a process group, its size, this rank's index in it, and the axes that it has some processes of."""
         if group not in self._groups:
             ranks = dist.get_process_group_ranks(group)
-            self._groups[group] = (self.axes.along(ranks), len(ranks), ranks.index(self.rank))
+            found = self.axes.along(ranks), len(ranks), ranks.index(self.rank), self.axes.along(ranks, whole=False)
+            self._groups[group] = found
         return self._groups[group]
 
     # Why
@@ -618,6 +675,17 @@ def looking() -> Iterator[None]:
         yield
 
 
+_COPYING = ("clone", "_to_copy", "copy", "wait_tensor")
+_PASSING = (*_COPYING, "_unsafe_view", "native_dropout")
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "convolution")
+_WITH_BIAS = {"addmm": 0, "baddbmm": 0, "linear": 2, "convolution": 2}
+"""Products that add a bias, and which argument it is."""
+_ADDING_UP = ("sum", "linalg_vector_norm")
+_BENDING = (
+    *("relu", "gelu", "silu", "sigmoid", "tanh", "exp", "elu", "leaky_relu", "softplus", "mish", "hardswish"),
+    *("_softmax", "_log_softmax", "native_layer_norm", "native_group_norm", "_fused_rms_norm"),
+)
+"""Operations of which a sum of results is not the result of the sum."""
 _MOVES: dict[str, Callable[..., Any]] = {
     "cat": torch.cat,
     "stack": torch.stack,
@@ -626,7 +694,16 @@ _MOVES: dict[str, Callable[..., Any]] = {
     "flip": torch.flip,
     "roll": torch.roll,
 }
-_MOVING = {*_MOVES, "clone", "_to_copy", "_chunk_cat", "chunk_cat", "chunk_cat_mixed_dtype", "split_with_sizes_copy"}
+_MOVING = {
+    *_MOVES,
+    "clone",
+    "_to_copy",
+    "wait_tensor",
+    "_chunk_cat",
+    "chunk_cat",
+    "chunk_cat_mixed_dtype",
+    "split_with_sizes_copy",
+}
 
 
 def _chunk_cat(tensors: Sequence[Tensor], dim: int, chunks: int) -> Tensor:
@@ -695,6 +772,17 @@ def _where(kind: Kind, holds: Callable[[int], bool]) -> Any:
         if holds(each):
             found |= (kind == each).int()
     return found
+
+
+def _alike(kind: int) -> int:
+    """The axes along which something of this type is the same on all processes, and no constant."""
+    return _ALL & ~(owned(kind) | parted(kind)) if depends(kind) else 0
+
+
+def _is_lifted(given: Sequence[Tensor], outs: Sequence[Tensor]) -> bool:
+    """Whether a view is of memory of its own: that of a tensor with values, which a rehearsal takes from here on."""
+    known = {id(each.untyped_storage()) for each in given}
+    return any(id(each.untyped_storage()) not in known for each in outs)
 
 
 def _any(found: Any) -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,21 +17,19 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core.base.errors import ConfigError, FlexTrainError, StrategyError
+from ..core.base.errors import ConfigError, StrategyError
 from ..core.base.tensors import parts_of
 from ..core.comm.topology import Topology
 from ..core.device.precision import BATCH_NORM
 from ..core.torch_compat.torch_private import tree_flatten, with_values
 from ..optim.wrapper import OptimWrapper
-from ..plan.child import arguments_for
+from ..plan.child import as_rank, explained
 from ..plan.ledger import Books, Ledger
 from ..plan.plan import PlannedJob
-from ..plan.rehearsing import rehearsal
 from ..plan.update import Training
 from ..runner.loops.step import Stepper
 from ..tables import FittedTable, add_row, as_text
 from ..testing.workers import WorkerError, WorkerGroup
-from ..user_script import runner_arguments
 from .type_rules import (
     Axes,
     Operation,
@@ -50,6 +47,7 @@ from .type_rules import (
 
 NOT_SEEN = (
     "factors: a mean where a sum is due, or a wrong weight; flextrain verify --simulate compares numbers, on fewer ranks",
+    "which dimension is divided: a softmax, norm or mean over a shard passes as one over the whole; --simulate finds it",
     "what depends on values: branches, routes of tokens, and messages whose senders or sizes only the data decide",
     "ranks other than the first one and its neighbour along every axis; of a pipeline the first and the last stage",
     "what another stage of a pipeline sends: it is taken for a part that no other axis divides but those of the data",
@@ -66,10 +64,11 @@ class TypeFault:
     """A tensor that is not what it must be along an axis.
 
     Attributes:
-        what: "loss", "gradient norm", "gradient", "parameter", "optimizer state" or "buffer".
-        name: of the parameter or buffer; empty for a loss and a norm.
+        what: "loss", "gradient norm", "gradient", "parameter", "optimizer state", "buffer" or "activation".
+        name: of the parameter, buffer or module; empty for a loss and a norm.
         axis: the axis, or several.
-        kind: "missing" reduction, "doubled" reduction, or "averaged": the same where processes have different parts.
+        kind: "missing" reduction, "doubled" reduction, "averaged": the same where processes have different parts; "late":
+            terms of a sum went through an operation that only their sum should have gone through.
         where: module and line; empty if they are not known.
         others: how many further tensors have the same fault.
     """
@@ -77,7 +76,7 @@ class TypeFault:
     what: str
     name: str
     axis: str
-    kind: Literal["missing", "doubled", "averaged"]
+    kind: Literal["missing", "doubled", "averaged", "late"]
     where: str = ""
     others: int = 0
 
@@ -86,6 +85,7 @@ class TypeFault:
             "missing": f"differs along {self.axis} by what each process has of its own: a reduction over {self.axis} is missing",
             "doubled": f"was added up over {self.axis} although all had the same: a reduction over {self.axis} is doubled",
             "averaged": f"is the same along {self.axis}, where the processes have different parts of the parameter",
+            "late": f"is computed of each process's term along {self.axis}, and added up after it: the reduction comes late",
         }[self.kind]
         subject = f"{self.what} of {self.name}" if self.name else self.what
         more = f"; {self.others} more" if self.others else ""
@@ -217,8 +217,8 @@ def _row(job: PlannedJob, timeout_s: float, on_progress: Callable[[str], object]
     try:
         return _compared(job, rehearsed)
     except WorkerError as error:
-        known = isinstance(error.__cause__, FlexTrainError)
-        return TypeRow(job.name, "not run", message=str(error.__cause__) if known else str(error))
+        # What a rehearsal raises is explained in its process; else that has ended, or not answered in time.
+        return TypeRow(job.name, "not run", message=str(error.__cause__ or str(error).splitlines()[0]))
     except StrategyError as error:
         return TypeRow(job.name, "not run", message=str(error))
 
@@ -316,29 +316,23 @@ def rehearse(job: PlannedJob, rank: int, comparison: RankComparison | None = Non
 
     Returns:
         Its RankRecord; with a comparison its TypeRow, unless a neighbour executes other operations.
+
+    Raises:
+        StrategyError: it cannot be rehearsed, for example because the computation depends on values.
     """
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(job.world_size),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(job.world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="29500",  # nobody listens there
-    )
-    with ExitStack() as stack:
-        found = stack.enter_context(rehearsal(rank, job.world_size))
-        with found.building():
-            given = stack.enter_context(runner_arguments(job.script, job.arguments))
-        arguments, notes = arguments_for(job, given)
-        recorder = OperationRecorder() if comparison is None else Types(comparison.axes, rank, comparison.operations)
-        stack.enter_context(recorder)
-        training = _Update(arguments, job, found, recorder, comparison)
-        training.row.notes += notes
-        with suppress(_EnoughError):
-            training.run()
-        if isinstance(recorder, Types) and not recorder.is_apart:
-            return training.row
-        return training.record
+    try:
+        with as_rank(job, rank) as (found, arguments, notes):
+            recorder = (
+                OperationRecorder() if comparison is None else Types(comparison.axes, rank, comparison.operations)
+            )
+            with recorder:
+                training = _Update(arguments, job, found, recorder, comparison)
+                training.row.notes += notes
+                with suppress(_EnoughError):
+                    training.run()
+    except Exception as error:  # here, where its traceback says which line has failed
+        raise StrategyError(explained(error, "; or compare numbers with flextrain verify --simulate")) from None
+    return training.row if isinstance(recorder, Types) and not recorder.is_apart else training.record
 
 
 class _Update(Training):
@@ -437,9 +431,10 @@ class TypedUpdate:
                 for each in parts_of(parameter):
                     types.write(each, part(bits))
                 self._note("parameter", name, part(bits))
-            for _, buffer in self._module.named_buffers():
+            for name, buffer in self._module.named_buffers():
+                self._parts[name] = bits = self._parts_of(name, buffer)
                 for each in parts_of(buffer):
-                    types.write(each, part(0))
+                    types.write(each, part(bits & ~self._stages))
 
     def _parts_of(self, name: str, parameter: Tensor) -> int:
         """The axes along which processes have different parts of a parameter."""
@@ -457,11 +452,9 @@ class TypedUpdate:
             for name, parameter in self._parameters.items():
                 if parameter.grad is None or name in self._row.types.get("gradient", {}):
                     continue
-                kinds = [self._types.kind_of(each) for each in parts_of(parameter.grad)]
-                kind = _either(kinds)
+                kind = self._kind(parameter.grad)
                 self._note("gradient", name, kind)
-                start = [step for each in parts_of(parameter.grad) for step in self._types.writers(each)]
-                self._check("gradient", name, kind, self._parts[name], start)
+                self._check("gradient", name, kind, self._parts[name], parameter.grad)
                 if depends(kind) and (same := self._parts[name] & ~(parted(kind) | owned(kind))):
                     self._add("gradient", name, same, "averaged", self._line_of(name))
 
@@ -474,37 +467,33 @@ class TypedUpdate:
                 if isinstance(value, Tensor):
                     is_norm = name == "grad_norm"
                     what = "gradient norm" if is_norm else "loss" if name == "loss" else f"loss ({name})"
-                    start = [step for each in parts_of(value) for step in types.writers(each)]
-                    kind = _either(types.kind_of(each) for each in parts_of(value))
+                    kind = self._kind(value)
                     # A stage of a pipeline has a loss of its own or none; each process logs the mean over the data later.
                     allowed = self._stages if is_norm is False else 0
                     allowed_own = 0 if is_norm else self._data
                     if is_norm and any(fault.kind == "missing" for fault in gradients):
                         continue  # it is made of them
-                    self._check(
-                        what, "", kind & ~own(allowed_own | allowed) | kind & own(0), allowed | allowed_own, start
-                    )
+                    own_axes = allowed | allowed_own
+                    self._check(what, "", kind & ~own(own_axes) | kind & own(0), own_axes, value)
             leaked = {fault.axis for fault in self._row.faults if fault.what.startswith("loss")}
             self._row.faults += [fault for fault in gradients if not (fault.kind == "missing" and fault.axis in leaked)]
             reported = {fault.axis for fault in self._row.faults}
             names = {id(parameter): name for name, parameter in self._parameters.items()}
             before, self._row.faults = self._row.faults, []
             for name, parameter in self._parameters.items():
-                kind = _either(types.kind_of(each) for each in parts_of(parameter))
-                start = [step for each in parts_of(parameter) for step in types.writers(each)]
-                self._check("parameter", name, kind, self._parts[name], start)
+                self._check("parameter", name, self._kind(parameter), self._parts[name], parameter)
             for optimizer in optimizers:
                 for stated, state in optimizer.state.items():
                     if (known := names.get(id(stated))) is None:
                         continue
                     for key, value in state.items():
-                        kind = _either(types.kind_of(each) for each in parts_of(value))
-                        start = [step for each in parts_of(value) for step in types.writers(each)]
-                        self._check("optimizer state", f"{known}.{key}", kind, self._parts[known], start)
+                        self._check("optimizer state", f"{known}.{key}", self._kind(value), self._parts[known], value)
             self._row.faults = before + [fault for fault in self._row.faults if fault.axis not in reported]
             self._look_at_buffers()
             for name, (kind, step) in types.outputs.items():
                 self._note("activation", name or "(the model)", kind, types.summed.get(step, 0))
+            for at, axes in types.late.items():
+                self._add("activation", types.steps[at].module, axes, "late", types.where(at))
         self._row.operations = len(types.steps)
         self._row.faults = _grouped(self._row.faults)
 
@@ -516,19 +505,23 @@ class TypedUpdate:
             for name, _ in module.named_buffers(recurse=False)
         }
         for name, buffer in self._module.named_buffers():
-            kind = _either(self._types.kind_of(each) for each in parts_of(buffer))
+            kind = self._kind(buffer)
             self._note("buffer", name, kind)
             if name in running and owned(kind) & self._data:
                 self._row.notes.append(
                     "Batch normalisation: running statistics are each process's own in training, and shared before evaluation"
                 )
                 kind &= ~own(self._data)
-            start = [step for each in parts_of(buffer) for step in self._types.writers(each)]
-            self._check("buffer", name, kind, self._stages, start)
+            self._check("buffer", name, kind, self._parts[name], buffer)
 
     # Faults
 
-    def _check(self, what: str, name: str, kind: int, parts: int, start: Sequence[int]) -> None:
+    def _kind(self, value: Any) -> int:
+        """The union of the types of a tensor's elements, of all that a DTensor consists of."""
+        return _either(self._types.kind_of(each) for each in parts_of(value))
+
+    def _check(self, what: str, name: str, kind: int, parts: int, tensor: Any) -> None:
+        start = [step for each in parts_of(tensor) for step in self._types.writers(each)]
         if missing := owned(kind) | parted(kind) & ~parts:
             self._add(what, name, missing, "missing", self._where(what, name, missing, start))
         if doubled := times(kind):

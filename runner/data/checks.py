@@ -18,7 +18,7 @@ from .collate import check_collate, named_function
 from .dataset_wrappers import check_dataset_config, is_config
 from .samplers import InfiniteSampler, follows_span
 from .streams.divided_streams import SHARD
-from .user_loaders import gives_batches, length_of
+from .user_loaders import gives_batches, length_of, sampler_of
 
 # ``num_batch_per_epoch`` of a dataloader: epochs of a few batches, for trying out a configuration.
 
@@ -30,8 +30,7 @@ class FirstSamples(Dataset[Any]):
     """The first samples of a dataset, with the dataset's other attributes and methods."""
 
     def __init__(self, dataset: Any, length: int) -> None:
-        self.dataset = dataset
-        self._length = min(length, len(dataset))
+        self.dataset, self._length = dataset, length
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
@@ -40,7 +39,8 @@ class FirstSamples(Dataset[Any]):
         return self._length
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # not there yet while it is unpickled
+        # The dataset is not there yet while this is unpickled. Its order of a pass has samples beyond the first ones.
+        if name in ("dataset", "order_of_pass"):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -63,7 +63,8 @@ def limited(dataset: Any, limit: int | None, cfg: Mapping[str, Any], shards: int
         return dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ConfigError(f"{where}.{KEY}: needs a dataset with a length, {type(dataset).__name__} has none")
-    return FirstSamples(dataset, limit * int(cfg.get("batch_size", 1)) * shards)
+    length = limit * int(cfg.get("batch_size", 1)) * shards
+    return dataset if length >= len(dataset) else FirstSamples(dataset, length)
 
 
 AUTO = "auto"
@@ -88,6 +89,9 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
         if "loader" in cfg:
             check_call(_with_loader, cfg, where)
     cfg, _ = loader_and_shard(cfg)
+    options = cfg if isinstance(cfg, Mapping) else vars(cfg) if isinstance(cfg, DataLoader) else {}
+    if training and not options.get("in_order", True) and options.get("num_workers") not in (None, 0, 1):
+        raise ConfigError(f"{where}.in_order: False loses and repeats batches when a run is resumed; leave it out")
     if isinstance(cfg, DataLoader):
         check_dataset(cfg.dataset, {}, where, training)
         check_has_batches(cfg.dataset, cfg.batch_size, cfg.drop_last, where)
@@ -248,8 +252,7 @@ def _check_has_end(sampler: Any, where: str) -> None:
 
 def check_follows_order(loader: Any, where: str) -> Any:
     """Return a loader; raise ConfigError if its dataset has meaning only in its own order, and its sampler has another."""
-    dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
-    sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
+    dataset, sampler = getattr(loader, "dataset", None), sampler_of(loader)
     if getattr(dataset, "follows_order", False) is True and not follows_span(sampler):
         raise ConfigError(
             f"{where}.sampler: {type(sampler).__name__} has an order of its own, and that of {type(dataset).__name__} follows its "

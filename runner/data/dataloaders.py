@@ -441,6 +441,12 @@ class TrainData:
                 window = position if self.splittable is None else self.resume_at(epoch, position)
         return window
 
+    def pass_over(self, epoch: int, window: int) -> None:
+        """Leave out the rest of an epoch from a window on, before the next epoch is read: data in the middle of it are read to its end."""
+        if self._reader is not None and self._reader.is_placed:
+            for _ in self._batches(epoch, window, None):
+                heartbeat()
+
     @property
     def _stride(self) -> int:
         """Samples per window, over all processes."""

@@ -12,14 +12,22 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, Sampler
 
-from ...core.base.errors import CheckpointError, ConfigError, counted
+from ...core.base.errors import CheckpointError, ConfigError, DataError, counted
 from ...core.base.json_values import pack, unpack
 from ...core.random.generators import RandomStream, epoch_seed, forget_spare_normal, nth_seed
 from ...core.torch_compat.torch_private import end_kept_workers
 from .sample_seeds import SeededDataset, SeededStream, Turn, WorkerInit, as_read, order_seed
 from .samplers import DefaultSampler, Repeatable, ShardedSampler, chain_of, follows_span, seed_own_generators
 from .streams.divided_streams import original
-from .user_loaders import is_divided, keeps_position, name_of, resampled, say_how_it_resumes, why_not_by_state
+from .user_loaders import (
+    is_divided,
+    keeps_position,
+    name_of,
+    resampled,
+    sampler_of,
+    say_how_it_resumes,
+    why_not_by_state,
+)
 
 _END = object()
 
@@ -40,8 +48,7 @@ class Feed:
         self.repeatable: Repeatable | None = None
         """The order of a sampler that is not flextrain's; it is repeated from the beginning of the epoch."""
         batches = loader.batch_sampler
-        # A custom batch sampler holds the sampler itself, and the loader only a placeholder.
-        self.sampler: Any = getattr(batches, "sampler", loader.sampler)
+        self.sampler: Any = sampler_of(loader)
         self.batch_size: int = getattr(batches, "batch_size", None) or 1
         self.exact: tuple[int, bool] | None = None
         """(batch size, drop_last) if each sample of an epoch counts once, see ExactEpochs."""
@@ -210,13 +217,16 @@ class Reader:
         """True if the loader's state was restored and nothing has been read since."""
         self._placed_at = 0  # the number of the next batch then
         self._has_begun, self._has_ended = False, True
+        self._given = 0  # batches of the pass
 
     def batches(self, seed: int, start: int, stop: int | None) -> Iterator[Any]:
         """Yield the batches of an epoch, or of the rest of it, from number ``start`` to ``stop``."""
         self._seed_generators(seed)
+        if self.keeps_position and start and not (self.is_placed or self._has_ended):
+            self._go_on(start)
         first = self._placed_at if self.is_placed else 0
+        again, self._has_begun = self._has_begun and (start == 0 or not self.is_placed), True
         self.is_placed = self._has_ended = False
-        again, self._has_begun = self._has_begun and start == 0, True
         stream = RandomStream(_mixed(seed, 0))
         with stream:
             own = begun_anew(self.loader) if again else iter(self.loader)
@@ -228,8 +238,23 @@ class Reader:
             if batch is _END:
                 self._has_ended = True
                 return
+            self._given = number + 1
             if number >= start:
                 yield batch
+
+    def _go_on(self, start: int) -> None:
+        """Continue a pass that an exception has ended, at the loader's own state.
+
+        Raises:
+            DataError: the state is that of a later batch.
+        """
+        if self._given != start:
+            raise DataError(
+                f"train_dataloader: {name_of(self.loader)} was left after {counted(self._given, 'batch', 'batches')}, of which {start} were "
+                "trained on, and cannot go back; runner.resume(path) goes on from a checkpoint"
+            )
+        self.loader.load_state_dict(self.loader.state_dict())
+        self.is_placed, self._placed_at = True, start
 
     def _seed_generators(self, seed: int) -> None:
         """Seed the generators inside the loader and its samplers, like those of flextrain's own loaders."""

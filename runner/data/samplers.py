@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from ...core.base.errors import ConfigError, counted
+from ...core.base.errors import ConfigError, DataError, counted
 from ...core.base.overriding import overridden
 from ...core.base.registry import DATA_SAMPLERS
 from ...core.base.snapshot import Snapshot
@@ -87,7 +87,7 @@ class ShardedSampler(Sampler[int]):
         self, dataset: Sized, shuffle: bool = True, seed: int | None = None, *, shard: tuple[int, int] | None = None
     ) -> None:
         self.dataset = dataset  # batch samplers of projects look at the samples
-        self.num_samples = len(dataset)
+        self.num_samples = self._length = len(dataset)
         self.shuffle = shuffle
         self.seed = seed or 0
         self.index, self.count = shard or Topology().shard
@@ -156,7 +156,7 @@ class DefaultSampler(ShardedSampler):
         """(batch size, drop_last) in training without ``round_up``: every process has as many batches, see ExactEpochs."""
 
     def __iter__(self) -> Iterator[int]:
-        return _dealt(self.order(self.epoch), self.num_samples, self._positions())
+        return _dealt(self, self.epoch, self._positions())
 
     def _positions(self) -> range:
         """Return this process's positions; if its last batch is missing, a sample fills it that is behind the end."""
@@ -199,15 +199,20 @@ class InfiniteSampler(ShardedSampler):
             epoch = position // size
             end = (epoch + 1) * size if self.stop is None else min((epoch + 1) * size, self.stop)
             positions = range(position, end, self.count)
-            yield from _dealt(self.order(epoch), size, positions)
+            yield from _dealt(self, epoch, positions)
             position += len(positions) * self.count
 
     def __len__(self) -> int:
         return self.num_samples
 
 
-def _dealt(order: Any, size: int, positions: range) -> Iterator[int]:
-    """Yield the indices at these positions of an order that repeats after ``size``; computed block by block."""
+def _dealt(sampler: ShardedSampler, epoch: int, positions: range) -> Iterator[int]:
+    """Yield the indices at these positions of an epoch's order, which repeats at its end; computed block by block."""
+    order, size, name = sampler.order(epoch), sampler.num_samples, type(sampler).__name__
+    if (now := len(sampler.dataset)) != sampler._length:
+        raise DataError(f"{name}: its dataset has {now} samples, it had {sampler._length}; the length must not change")
+    if isinstance(order, Sized) and len(order) != size:
+        raise ConfigError(f"{name}.order: gave {len(order)} indices, and a pass has num_samples={size}")
     return chain.from_iterable(_blocks(np.asarray(order) if isinstance(order, Sequence) else order, size, positions))
 
 

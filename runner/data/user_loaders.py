@@ -53,9 +53,7 @@ def adopt(
         )
     elif shuffle and getattr(sampler, "generator", None) is not None:
         logger.info(f"{where}: the DataLoader got a DefaultSampler(shuffle=True), which follows the run's seed")
-    if batches is None:
-        return resampled(loader, sampler=own)
-    return resampled(loader, sampler=own, batch_sampler=_again(batches, own))
+    return resampled(loader, sampler=own, batch_sampler=None if batches is None else _again(batches, own))
 
 
 def sampler_of(loader: Any) -> Any:

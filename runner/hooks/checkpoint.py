@@ -290,6 +290,8 @@ class CheckpointHook(Hook):
         self._last_failed = False
         self._is_training = False
         self._has_looked = False  # True once the folder may hold checkpoints of this run
+        self.found_of_others: set[Path] = set()
+        """Checkpoints that another run, or another course of this one, had in the folder when training began."""
         self._has_ended = False  # True between a training that was saved to its end, and the end of the run
         self._saves = AwaitedSaves(async_save, on_error)
         self.fast_interval = fast_interval
@@ -347,7 +349,8 @@ class CheckpointHook(Hook):
             saves = self.interval > 0 or self.save_last or self._best.wanted
             own = [self.out_dir(runner)] + ([self._fast.folder] if self._fast else [])
             if saves:
-                self._kept.others = keep_others(runner, own[0], self.filename_tmpl, own=own, overwrite=self.overwrite)
+                found, replaced = keep_others(runner, own[0], self.filename_tmpl, own=own, overwrite=self.overwrite)
+                self.found_of_others, self._kept.others = {own[0] / name for name in found}, replaced
         self._has_looked = True
         self._kept.go_on(runner, self.out_dir(runner))
         if self._fast:

@@ -184,6 +184,7 @@ class EMAHook(Hook):
         self._interval = interval
         self._average: WeightAverage | None = None
         self._updates = 0
+        self._made_way = False  # for a save in the course of validation or testing
 
     def before_run(self, runner: Run) -> None:
         """Allocate the averages; they have no meaning before the first update."""
@@ -227,6 +228,10 @@ class EMAHook(Hook):
         """Put the averages into the model."""
         self._swap_in(runner)
 
+    def before_val_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
+        """Put the averages into the model again, if a checkpoint was saved after the batch before."""
+        self._come_back(runner)
+
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Restore the weights."""
         self._swap_out(runner)
@@ -234,6 +239,10 @@ class EMAHook(Hook):
     def before_test_epoch(self, runner: Run) -> None:
         """Put the averages into the model."""
         self._swap_in(runner)
+
+    def before_test_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
+        """See before_val_iter."""
+        self._come_back(runner)
 
     def after_test_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Restore the weights."""
@@ -245,14 +254,17 @@ class EMAHook(Hook):
         Half-precision weights follow if all processes have failed: where weights are sharded that takes a collective,
         in which others than this process may not be.
         """
+        self._made_way = False
         if self._average is not None and self._average.is_swapped_in:
             self._average.swap_out()
             if runner.all_have_failed():
                 _refresh(runner)
 
     def before_save_checkpoint(self, runner: Run, checkpoint: dict[str, Any]) -> None:
-        """Restore the weights if a checkpoint is saved while the averages are in the model."""
+        """Restore the weights if a checkpoint is saved while the averages are in the model, up to the next batch."""
+        made_way = self._made_way or (self._average is not None and self._average.is_swapped_in)
         self._swap_out(runner)
+        self._made_way = made_way
 
     # State
 
@@ -294,7 +306,13 @@ class EMAHook(Hook):
             self._average.swap_in()
             _refresh(runner)
 
+    def _come_back(self, runner: Run) -> None:
+        if self._made_way:
+            self._made_way = False
+            self._swap_in(runner)
+
     def _swap_out(self, runner: Run) -> None:
+        self._made_way = False
         if self._average is not None and self._average.is_swapped_in:
             self._average.swap_out()
             _refresh(runner)

@@ -18,8 +18,7 @@ from ...core.comm.agreement import gather_differing, raising_together
 from ...core.comm.collectives import all_reduce
 from ...core.hugging_face.transformers_private import biased_routers, pretrained_models
 from ...core.model.module_state import tensor_names
-from ...core.torch_compat.dtensor_private import in_backward
-from ...core.torch_compat.torch_private import has_values
+from ...core.torch_compat.torch_private import has_values, in_backward
 from ...strategies.parts import averaged_over, computed_with, left_out, take_written
 from .hook import Hook
 
@@ -107,8 +106,8 @@ class _Router:
     choice: Callable[[Any], Any]
     is_parameter: bool
 
-    def chosen(self, output: Any) -> Tensor:
-        """Return the choice in an output.
+    def chosen(self, output: Any, args: Any) -> Tensor:
+        """Return the choice in an output, of which ``args`` are the arguments.
 
         Raises:
             ConfigError: there is none.
@@ -117,7 +116,20 @@ class _Router:
         if not _is_integer(found):
             given = str(found.dtype) if isinstance(found, Tensor) else type(found).__name__
             raise ConfigError(f"choice gave {given}, return a tensor of integers with the chosen experts")
+        if self.choice is choice_in and self._has_a_column_for_each_expert(found, args):
+            raise ConfigError(
+                f"its output has integers of shape {tuple(found.shape)} for {self.bias.numel()} experts, which look like a mask or counts; "
+                "return the numbers of the chosen experts, or give choice=function of the output"
+            )
         return found  # type: ignore[no-any-return]
+
+    def _has_a_column_for_each_expert(self, found: Tensor, args: Any) -> bool:
+        experts = self.bias.numel()
+        if experts == 1 or not found.dim() or found.shape[-1] != experts:
+            return False
+        given = args[0] if args and isinstance(args[0], Tensor) else None
+        # A vector is right if there are so many tokens.
+        return found.dim() > 1 or (given is not None and given.dim() > 1 and given.shape[:-1].numel() != experts)
 
 
 def choice_in(output: Any) -> Tensor:
@@ -171,7 +183,7 @@ class ExpertBiasHook(Hook):
 
     Raises:
         ConfigError: an argument is not allowed; before training, if the model has no such router, or the optimizer trains a bias;
-            at the first batch, if a router's output has no choice, or the mask has not an element for each of its tokens.
+            at the first batch, if a router's output has no choice, or a mask or counts in its place, or the mask has not an element for each of its tokens.
         StrategyError: the strategy keeps a bias in half precision, in which steps are lost, or does not let it be written.
 
     Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024; DeepSeek-AI, "DeepSeek-V3
@@ -207,6 +219,7 @@ class ExpertBiasHook(Hook):
         self._handles: list[Any] = []
         self._run: Run | None = None  # while an update is under way
         self._counted: Any = None  # the mask of the micro-batch under way
+        self._repetitions = 0
 
     @property
     def loads(self) -> dict[str, Tensor]:
@@ -314,7 +327,7 @@ class ExpertBiasHook(Hook):
         if run is None or in_backward() or run.stepper.is_filler(run.stepper.micro_batch):
             return
         try:
-            ids = self._routers[row].chosen(output)
+            ids = self._routers[row].chosen(output, args)
         except ConfigError as error:
             raise ConfigError(f"ExpertBiasHook.choice: {self._routers[row].name}, {error}") from None
         if isinstance(ids, DTensor):
@@ -329,6 +342,9 @@ class ExpertBiasHook(Hook):
                 "not say which of them count; give mask=None to count all"
             )
         assert self._loads is not None
+        if run.stepper.repetitions != self._repetitions:  # the window is run again, see ReplayHook
+            self._repetitions = run.stepper.repetitions
+            self._loads.clear()
         self._loads.add(row, ids.detach(), mask)
 
     # Before training

@@ -163,8 +163,10 @@ def _is_latest(path: Path) -> bool:
 # Find checkpoints of other runs that a run would replace.
 
 
-def keep_others(runner: Run, folder: Path, template: str, *, own: Sequence[Path], overwrite: bool) -> list[str]:
-    """Return the names of another run's checkpoints that go with ``overwrite``; raise ConfigError without; a collective.
+def keep_others(
+    runner: Run, folder: Path, template: str, *, own: Sequence[Path], overwrite: bool
+) -> tuple[list[str], list[str]]:
+    """Return the names of another run's checkpoints, and of those that go with ``overwrite``; raise ConfigError without; a collective.
 
     Whatever their names are: ``latest`` would leave them, or lead back to them. If the folder cannot be listed, every process
     raises CheckpointError. A run with ``resume`` that found no checkpoint to start from continues with its own folder.
@@ -186,13 +188,13 @@ def keep_others(runner: Run, folder: Path, template: str, *, own: Sequence[Path]
             found = _listed(folder, beyond, best=not goes_on)
     found = broadcast_object(found)
     if not found:
-        return []
+        return [], []
     if goes_on:
         runner.logger.warning(
             f"{folder} holds {listed(found, 3)}, of which this run, going on at iteration {runner.iter}, knows nothing: a newer "
             "checkpoint of this run takes their place as the latest"
         )
-        return []
+        return found, []
     source = runner.options.load_from
     if overwrite:
         names = [name for name in found if source is None or (folder / name).resolve() != as_path(source).resolve()]
@@ -200,14 +202,14 @@ def keep_others(runner: Run, folder: Path, template: str, *, own: Sequence[Path]
             runner.logger.warning(
                 f"{folder} holds checkpoints of another run: {', '.join(names)} will be replaced by the first one that this run saves"
             )
-        return names
+        return found, names
     if runner.options.resume_options is None or runner.iter > 0:
         raise ConfigError(
             f"work_dir: {folder} holds checkpoints of another run ({listed(found, 3)}), which this one would replace; resume=True "
             "continues that run, another work_dir keeps it, default_hooks=dict(checkpoint=dict(overwrite=True)) replaces it"
         )
     runner.logger.warning(f"{folder} holds checkpoints of another run ({listed(found, 3)}), which may be replaced")
-    return []
+    return found, []
 
 
 def _listed(folder: Path, beyond: Mapping[str, int], best: bool) -> list[str]:

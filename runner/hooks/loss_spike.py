@@ -224,7 +224,9 @@ class LossSpikeHook(Hook):
             )
         latest = began - 1 - self.margin
         runner.finish_saving()
-        found = told_by_rank_0(lambda: _as_text(newest_until(runner, latest)))
+        saving = (hook for hook in runner.hooks if isinstance(hook, CheckpointHook))
+        others = {path for hook in saving for path in hook.found_of_others}
+        found = told_by_rank_0(lambda: _as_text(newest_until(runner, latest, others)))
         if found is None:
             if not self._has_warned:
                 self._has_warned = True

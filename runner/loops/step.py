@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from ...core.model.base_model import (
     takes_mode,
 )
 from ...core.model.batch_keys import looking_at_keys, taken_keys
+from ...core.model.module_state import leaving_buffers
 from ...core.torch_compat.torch_private import is_compiled
 from ...optim.gradients import giving_nothing
 from ...optim.wrapper import OptimWrapper, StepInfo
@@ -62,35 +63,6 @@ class EvaluationStep:
 
 
 # Fillers: micro-batches that run, because other processes have one more, and count nothing. See ExactEpochs.
-
-
-def buffers_of(module: nn.Module) -> Callable[[], None]:
-    """Return a function that makes the buffers, such as running statistics, what they are now."""
-    before = [
-        (part, name, buffer, buffer.clone())
-        for part in module.modules()
-        for name, buffer in part.named_buffers(recurse=False)
-    ]
-
-    def restore() -> None:
-        for part, name, buffer, value in before:
-            # Without a trace: torch's batch normalisation leaves none either, and a buffer that seems written would no
-            # longer be compared with its replicas.
-            buffer.data.copy_(value)
-            if part.get_buffer(name) is not buffer:
-                setattr(part, name, buffer)
-
-    return restore
-
-
-@contextmanager
-def leaving_buffers(module: nn.Module) -> Iterator[None]:
-    """Context after which the buffers are what they were."""
-    restore = buffers_of(module)
-    try:
-        yield
-    finally:
-        restore()
 
 
 def check_counted(counted: Counted, stepper: Any) -> None:
@@ -189,6 +161,7 @@ class Stepper:
         """What counts of the update's micro-batches; None: all of them, equally."""
         self.micro_batch = 0
         """Index in its window of the micro-batch under way, if windows have several; the watchdog's thread reads it."""
+        self.repetitions = 0  # how often a window was run of which only the last run counts, see Replay
         self._run_window, self._evaluate = strategy.run_window, strategy.evaluate
         self._check_unchanged = strategy.noted.check_unchanged
         self._has_own_window = _has_own(strategy, "run_window")

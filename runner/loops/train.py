@@ -536,6 +536,8 @@ class IterBasedTrainLoop(TrainLoop):
                 yield from self._due(self._inner + self._max_iters - self._done)
                 if self._inner == 0:
                     raise self.data.no_batch()
+            else:
+                self.data.pass_over(self._epoch, self._inner)
             if self._done < self._max_iters:
                 self._epoch += 1
                 self._inner = 0

@@ -158,7 +158,7 @@ def continue_epoch(runner: Run, saved: Any, loop: Mapping[str, Any]) -> dict[str
     elif then.epoch_length != now.epoch_length:
         _say_what_changed(runner, then, now, changed)
     _leave_out(data, then, loop, changed)
-    if loop["inner"] == 0:
+    if loop["inner"] == 0 and not then.position:  # a position of less than an update is in the middle, too
         return dict(loop)
     if loop["left"] == 0:
         return _at_the_end(data, loop) if changed or data.splittable else dict(loop)

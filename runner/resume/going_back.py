@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +17,16 @@ if TYPE_CHECKING:
     from ..run import Run
 
 
-def newest_until(run: Run, iteration: int) -> Path | None:
-    """Return the newest checkpoint of a run to resume from, of at most so many updates; None if there is none. For rank 0."""
+def newest_until(run: Run, iteration: int, others: Collection[Path] = ()) -> Path | None:
+    """Return the newest checkpoint of a run to resume from, of at most so many updates; None if there is none. For rank 0.
+
+    Args:
+        run: the run.
+        iteration: the number of updates.
+        others: checkpoints in its folder that another run has saved; this run may have replaced some since.
+    """
     for path, done in reversed(complete_ones(run.checkpoint_dir).items()):
-        if 0 <= done <= iteration:
+        if 0 <= done <= iteration and (path not in others or run.has_saved(path)):
             checkpoint = Checkpoint.open(path)
             if RESUMED in checkpoint.values and not checkpoint.nonfinite:
                 return path
@@ -38,11 +44,11 @@ def go_back(run: Run, back: GoBack, resume: Callable[[], None]) -> None:
     meet(run.strategy, "going back to a checkpoint")
     run.finish_saving()
     loop, data = run.train_loop, run.train_loop.data
+    loop.stop_training = False  # whatever has ended the training is taken back
     left = loop.state_dict()
     epoch, inner, done = (left[key] or 0 for key in ("epoch", "inner", "iter"))
     end = epoch, data.lasting_position(epoch, inner)
     told_by_rank_0(lambda: _remove_later(run, back.path, done))
-    data.begin_anew()
     resume()
     now = loop.state_dict()
     epoch, inner = (now[key] or 0 for key in ("epoch", "inner"))

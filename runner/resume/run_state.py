@@ -14,6 +14,7 @@ from torch.nn import Module
 
 from ...core.base.errors import CheckpointError, ConfigError, FlexTrainError, StrategyError, counted
 from ...core.base.events import job
+from ...core.base.overriding import overridden
 from ...core.base.tensors import replica_of
 from ...core.checkpoint import (
     Checkpoint,
@@ -27,6 +28,8 @@ from ...core.checkpoint import (
     what_is_not_finite,
     without_prefix,
 )
+from ...core.checkpoint.chunks import is_ordinary
+from ...core.checkpoint.load import TensorInfo
 from ...core.checkpoint.participants import Participants
 from ...core.checkpoint.weights import is_adapter
 from ...core.comm.agreement import gather_differing, raising_together
@@ -380,6 +383,7 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
     check_left_out(runner, checkpoint)
     with piece(path, "loop"):
         check_counts(values["loop"])
+        loop.data.begin_anew()
         progress = begin_epoch_anew(loop.data, values["loop"])
     if options.data:
         with piece(path, "data", "data"):
@@ -447,19 +451,34 @@ def _wanted(runner: Run, options: Resume) -> Iterator[tuple[str | None, tuple[st
 
 
 def _hook_tensors(runner: Run, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return the tensors to load hook states into: those of the current states, and new ones for what hooks added."""
+    """Return the tensors to load hook states into: new ones, but for averages of weights.
+
+    What a hook has now may be the model's own weights, or have another dtype or shape than what it had when it was saved. A
+    hook that takes no state is given what it had by filling it.
+    """
     states = hook_states(runner)
     with raising_together(), piece(checkpoint.path, "hooks", "hooks"):
         check_hooks(runner, checkpoint.values["hooks"], checkpoint.saved, states)
         saved = [key for name in states for key in checkpoint.values["hooks"].get(name, ())]
-    own = {key: value for state in states.values() for key, value in state.items() if isinstance(value, Tensor)}
+    tensors, own = checkpoint.tensors, dict[str, Tensor]()
+    for name, hook in named_hooks(runner):
+        in_place = hook.holds_weights or not overridden(hook, "load_state_dict")
+        for key, value in states[name].items():
+            if isinstance(value, Tensor) and key in tensors:
+                own[key] = value if in_place else _new_one_like(value, tensors[key])
     others = elsewhere(runner.strategy)
     new = {
         key: torch.empty(info.shape, dtype=info.dtype)
-        for key, info in checkpoint.tensors.items()
+        for key, info in tensors.items()
         if key.startswith(_EXTRA) or (key in saved and key not in own and averaged_name(key) not in others)
     }
-    return {**{key: value for key, value in own.items() if key in checkpoint.entries}, **new}
+    return {**own, **new}
+
+
+def _new_one_like(value: Tensor, saved: TensorInfo) -> Tensor:
+    if is_ordinary(value):
+        return torch.empty(saved.shape, dtype=saved.dtype, device=value.device)
+    return torch.empty_like(value, dtype=saved.dtype)
 
 
 def _load_hooks(runner: Run, path: Path, loaded: Mapping[str, Any]) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,10 @@ from ...core.base.errors import ConfigError, StrategyError, suggest
 from ...core.base.registry import TRANSFORMS
 from ...core.base.tensors import size_text
 from ...core.base.trees import tree_map_only
-from ...core.model.logits import Deferred, Logits, is_deferred
+from ...core.model.logits import Deferred, Logits, defer, is_deferred
 from ...core.torch_compat.torch_private import tree_flatten
 
+logger = logging.getLogger("flextrain")
 _AFTER = (
     "ChunkedLoss: the logits of training are gone after the loss; compute what needs them in the model's forward, or leave the "
     "transform out"
@@ -73,8 +75,9 @@ class ChunkedLoss:
         head = self._found(module)
         if is_deferred(head):
             raise ConfigError(f"{self._where}: the model has a ChunkedLoss already, leave one out")
-        head.forward = Deferred(head, self._chunk, self._z_loss)
-        module.register_forward_hook(partial(_leave, head, self._keeps))
+        deferred = defer(head, self._chunk, self._z_loss)
+        module.register_forward_pre_hook(partial(_enter, deferred))
+        module.register_forward_hook(partial(_leave, head, deferred, self._keeps))
 
     def _found(self, model: nn.Module) -> nn.Module:
         if self._head is not None:
@@ -98,22 +101,31 @@ def head_of(model: nn.Module) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
+def _words(model: nn.Module) -> int:
+    """Return the size of the vocabulary, as the first configuration in a model has it; 0 if none has."""
+    configs = (vars(module).get("config") for module in model.modules())
+    sizes = (getattr(config, "__dict__", {}).get("vocab_size") for config in configs)
+    return next((size for size in sizes if isinstance(size, int)), 0)
+
+
 _LARGE = 512 * 2**20
 
 
 def large_logits(model: nn.Module, batch: Any) -> str:
     """Return a line on the logits of a batch, if they take more than 512 MiB in float32 and all of them are made; otherwise "".
 
+    It calls nothing of the model's, which nobody has asked for this.
+
     Args:
-        model: any; of those that do not say which module makes their logits, nothing is known.
+        model: any; of those without a ``config.vocab_size``, and a module with so many outputs, nothing is known.
         batch: a micro-batch, whose ``labels`` are of tokens.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    head = head_of(model)
-    words = getattr(head, "out_features", None)
-    if head is None or is_deferred(head) or not isinstance(words, int) or not isinstance(labels, Tensor):
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim < 2:
         return ""
-    if labels.is_floating_point() or labels.ndim < 2 or (size := labels.numel() * words * 4) <= _LARGE:
+    words = _words(model)
+    heads = [module for module in model.modules() if words and vars(module).get("out_features") == words]
+    if not heads or any(map(is_deferred, heads)) or (size := labels.numel() * words * 4) <= _LARGE:
         return ""
     tokens = " x ".join(f"{each:,}" for each in labels.shape)
     return (
@@ -142,23 +154,43 @@ class _Gone:
         raise StrategyError(vars(gone[0])["__why__"] if gone else _AFTER)
 
 
-def _leave(head: nn.Module, keeps: bool, module: nn.Module, args: Any, output: Any) -> Any:
+def _enter(deferred: Deferred, module: nn.Module, args: Any) -> None:
+    deferred.begin()
+
+
+def _check_used(head: nn.Module, deferred: Deferred, model: nn.Module, output: Any) -> None:
+    """Raise StrategyError if a z-loss is added to nothing; say so once if a forward of training makes no logits by the head."""
+    gives_loss = isinstance(output, Mapping) and any(
+        "loss" in str(key) for key, value in output.items() if value is not None
+    )
+    if not deferred.is_called and not gives_loss:
+        return  # also of a stage of a pipeline
+    if deferred.z_loss and not any(each.is_added for each in deferred.z_losses):
+        raise StrategyError(
+            f"ChunkedLoss.z_loss: {type(model).__name__}.forward computes no cross_entropy of its logits, to which it could be added; "
+            "compute the loss there, or leave z_loss out"
+        )
+    if not deferred.is_called and not deferred.is_idle:
+        deferred.is_idle = True
+        logger.warning(
+            "ChunkedLoss: %s.forward does not call the %s that makes its logits, so none are computed by chunks",
+            *(type(each).__name__ for each in (model, head)),
+        )
+
+
+def _leave(head: nn.Module, deferred: Deferred, keeps: bool, module: nn.Module, args: Any, output: Any) -> Any:
     """What the model returns.
 
     Args:
         head: that makes the logits.
+        deferred: its forward.
         keeps: whether logits are whole in an evaluation that has computed a loss of them.
         module: the model.
         args: of its forward.
         output: of its forward.
     """
-    deferred = cast(Deferred, head.forward)
-    z_loss, deferred.latest = deferred.latest, None
-    if z_loss is not None and not z_loss.is_added:
-        raise StrategyError(
-            f"ChunkedLoss.z_loss: {type(module).__name__}.forward computes no cross_entropy of its logits, to which it could be added; "
-            "compute the loss there, or leave z_loss out"
-        )
+    if torch.is_grad_enabled():
+        _check_used(head, deferred, module, output)
 
     def found(logits: Logits) -> Any:
         if torch.is_grad_enabled():

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from ...core.comm.agreement import raising_together
 from ...core.comm.collectives import share_weights
 from ...core.device.precision import DTYPES, PrecisionReport, dtypes, require
 from ...core.model.base_model import calls_itself
-from ...core.model.logits import Deferred, is_deferred
+from ...core.model.logits import deferred_of
 from ...core.torch_compat.torch_private import hooks_after_accumulating
 from ...optim.canonical import split_key
 from .. import gradient_hooks
@@ -293,12 +293,14 @@ class DeepSpeedStrategy(Strategy):
             engine_internals.no_spare_memory(self.device),
             swapping.param_files_in(dtype),
         ):
-            heads = [head for head in model.modules() if stage == 3 and is_deferred(head)]
-            for parameter in (each for head in heads for each in head.parameters()):
+            heads = [
+                (each, found) for each in model.modules() if stage == 3 and (found := deferred_of(each)) is not None
+            ]
+            for parameter in (each for head, _ in heads for each in head.parameters()):
                 _deepspeed().zero.register_external_parameter(model, parameter)
             self._engine, *_ = _deepspeed().initialize(model=model, optimizer=optimizer, config=keys)
-        for head in heads:
-            cast(Deferred, head.forward).come_last()
+        for _, deferred in heads:
+            deferred.come_last()
         for module in engine_internals.gathering_modules(model).values() if stage == 3 and self._wrapper else ():
             module.register_forward_hook(_refuse_second_backward)
         if stage == 3 and self.topology.data.count > 1:

@@ -14,6 +14,7 @@ from ...core.base.errors import StrategyError
 from ...core.checkpoint.chunks import FlatShard, Ranges
 from ...core.comm import collectives as dist
 from ...optim.adapters import OptimizerAdapter
+from ...optim.owner_adapters import settings_now
 from ...optim.owners import held_as
 from ...optim.wrapper import OptimWrapper
 from . import engine_internals
@@ -72,7 +73,7 @@ class SeenWhole:
         self._adapter, self._unused = adapter, unused
         self._flats = engine_internals.flat_tensors(engine)
         self._groups = {id(each.flat): each.group for each in fragments}
-        self._settings: dict[int, dict[str, Any]] = {}
+        self._begin_anew: dict[int, Callable[[], None]] = {}
         held = dist.all_gather_object([(each.start, each.start + each.numel) for each in fragments])
         self.fragments = list(fragments)
         self._seen: dict[int, list[tuple[Fragment, FlatShard]]] = {}
@@ -109,10 +110,10 @@ class SeenWhole:
         group = self._adapter.optimizer.param_groups[number]
         parameters = group["params"]
         if flat is next(each for each in self._flats if self._groups[id(each)] == number):
-            self._settings[number] = {key: value for key, value in group.items() if key != "params"}
+            self._begin_anew[number] = settings_now(group)
         else:  # what a group counts, it counts once in an update
-            group.clear()
-            group.update(self._settings[number])
+            with torch.no_grad():
+                self._begin_anew[number]()
         group["params"] = [shard for _, shard in self._seen.get(id(flat), ())] or [flat]
         try:
             with self._adapter.only(group):

@@ -77,6 +77,20 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype, in_background: bool) -> 
         assert torch.equal(file.get_tensor("model.whole"), torch.view_as_real(state["model.whole"]))
 
 
+def test_marks_in_files_of_torch_are_read(tmp_path: Path) -> None:
+    """torch saves the memory of a conjugated or negated view as it is, and that it is one beside it."""
+    for key, tensor in states(torch.complex64).items():
+        torch.save({key.removeprefix("model."): tensor}, tmp_path / "a.pth")
+        same(load_all(tmp_path / "a.pth")[key], tensor)
+
+
+def test_complex_values_are_not_loaded_into_real_ones(tmp_path: Path) -> None:
+    """torch would drop the imaginary parts."""
+    save_checkpoint(tmp_path / "a", {"model.w": spectrum()})
+    with pytest.raises(CheckpointError, match=r"a: model.w is complex64, and float32 has no imaginary parts$"):
+        Checkpoint.open(tmp_path / "a").load({"model.w": torch.zeros(3, 4)})
+
+
 def test_slices_and_other_dtypes(tmp_path: Path) -> None:
     """A range of a flattened tensor is written in chunks; a template may be of another dtype, or a slice too."""
     whole = spectrum(torch.complex64, 5, 3)

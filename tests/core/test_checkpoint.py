@@ -45,6 +45,7 @@ def example() -> dict[str, Any]:
         "model.tied": weight,
         "model.transposed": torch.randn(4, 3, generator=generator).t(),
         "model.part": torch.randn(6, 2, generator=generator)[1:5:2],
+        "model.column": torch.randn(1, 8, generator=generator)[:, 3],  # torch calls it contiguous, and its stride is 8
         "model.scalar": torch.tensor(3.5),
         "model.empty": torch.empty(0, 4),
         "model.mask": torch.tensor([[True], [False]]),
@@ -124,6 +125,13 @@ def test_parameters_are_filled_in_place(tmp_path: Path) -> None:
     Checkpoint.open(path).load({"w": parameter})
     assert parameter.tolist() == [1.0, 1.0]
     assert parameter.requires_grad
+
+
+def test_a_column_of_one_row_is_filled_in_place(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "a", {"w": torch.tensor([2.5])})
+    table = torch.zeros(1, 3)
+    Checkpoint.open(path).load({"w": table[:, 1]})
+    assert table.tolist() == [[0.0, 2.5, 0.0]]
 
 
 def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:

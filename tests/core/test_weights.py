@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -22,6 +23,16 @@ def match(saved: dict[str, Tensor], own: dict[str, Tensor], tmp_path: Path, **kw
 
 def ones(*shape: int) -> Tensor:
     return torch.ones(*shape)
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+def test_of_a_tied_parameter_the_first_name_counts(tmp_path: Path, names: tuple[str, str]) -> None:
+    """Whatever comes first in the file."""
+    torch.save({name: torch.full((2,), float(name == "a")) for name in names}, tmp_path / "both.pth")
+    weight = torch.zeros(2)
+    source, fits, report = match_weights(open_weights(tmp_path / "both.pth"), {"model.a": weight}, {"b": "a"})
+    source.load(fits)
+    assert (weight.tolist(), str(report)) == ([1.0, 1.0], "")
 
 
 def test_weights_that_fit_leave_nothing_to_report(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from flextrain import SingleDeviceStrategy
+from flextrain import ConfigError, SingleDeviceStrategy, StrategyError
 from flextrain.core.model import logits
+from flextrain.core.model.token_counts import count_tokens
 from flextrain.core.torch_compat.torch_private import TorchDispatchMode
 from flextrain.runner.transforms.chunked_loss import ChunkedLoss
 from flextrain.testing import WorkerGroup
@@ -21,12 +22,14 @@ from flextrain.testing.differences import same_numbers, same_tensors
 from flextrain.testing.loop import alone
 
 from . import test_divided_logits
+from .attention_models import CONFIGS, build
 from .parity import dtype_of
 from .test_divided_logits import InFloat64, made, trained
 
 FSDP = dict(type="FSDPStrategy")
 MESH = dict(type="MeshStrategy")
 STRATEGIES: dict[str, dict[str, Any]] = {
+    "one": dict(type="SingleDeviceStrategy"),
     "ddp": dict(type="DDPStrategy"),
     "fsdp": FSDP,
     "fsdp blocks": dict(FSDP, wrap="blocks"),
@@ -40,8 +43,18 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
+def language_model(family: str, **options: Any) -> nn.Module:
+    """A model by its name in ``attention_models``, or else of ``test_divided_logits``."""
+    if family not in CONFIGS:
+        return made(family, **options)  # type: ignore[no-any-return]
+    torch.manual_seed(7)
+    model = build(family, **options)
+    count_tokens(model)
+    return model
+
+
 def chunked(family: str, chunk: int = 7, z_loss: float = 0.0, **options: Any) -> nn.Module:
-    model = made(family, **options)
+    model = language_model(family, **options)
     ChunkedLoss(chunk, z_loss=z_loss)(model)
     return model
 
@@ -49,28 +62,68 @@ def chunked(family: str, chunk: int = 7, z_loss: float = 0.0, **options: Any) ->
 def compare(spec: Mapping[str, Any], family: str, options: Mapping[str, Any]) -> None:
     """In a worker: train on one device with whole logits, and under a strategy by rows."""
     single = spec["type"] == "DeepSpeedStrategy"  # trains in float32
-    within = 1e-5 if single else 1e-12
+    within = (1e-5 if single else 1e-12) * (10 if single else 1000) ** (family in CONFIGS)  # whose weights are large
     losses = nullcontext if single else InFloat64
     with dtype_of(torch.float32 if single else torch.float64), patch.object(test_divided_logits, "InFloat64", losses):
-        with alone():
-            expected, weights = trained(dict(type=SingleDeviceStrategy), functools.partial(made, family, **options), 16)
+        # In float32 the large scores of T5 make a difference of one rounding 1e-3 in the third update, on one device too.
+        is_rough = single and family == "t5"
+        with nullcontext() if is_rough else alone():
+            whole = functools.partial(language_model, family, **options)
+            expected, weights = trained(spec if is_rough else dict(type=SingleDeviceStrategy), whole, 16)
         logits._told.clear()
-        trace, found = trained(spec, functools.partial(chunked, family, **options), 16)
+        with alone() if spec["type"] == "SingleDeviceStrategy" else nullcontext():
+            trace, found = trained(spec, functools.partial(chunked, family, **options), 16)
     assert not logits._told, logits._told
     same_numbers(trace.losses, expected.losses, "the loss", within)
     same_numbers(trace.grad_norms, expected.grad_norms, "the gradient norm", within)
     same_tensors(found, weights, "final weights", within)
 
 
-FAMILIES = {"llama": {}, "qwen3": {"tie_word_embeddings": True}, "gemma2": {}, "granite": {}, "cohere": {}}
+def refusals(spec: Mapping[str, Any], family: str, options: Mapping[str, Any]) -> list[str]:
+    """In a worker: what is said of a model with whole logits, and of one with logits by rows."""
+    found = []
+    for make in (language_model, chunked):
+        try:
+            with dtype_of(torch.float64):
+                trained(spec, functools.partial(make, family, **options), 16)  # type: ignore[arg-type]
+        except (ConfigError, StrategyError) as error:
+            found.append(str(error))
+    return found
+
+
+NONE = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": dict(tie_word_embeddings=True),
+    "gpt2": dict(NONE, num_key_value_heads=None, head_dim=None),  # tied
+    "gemma2": {},  # soft-capped
+    "gemma3": {},
+    "granite": {},  # scaled
+    "cohere": {},
+    "phi": {},  # a head with a bias
+    "mixtral": EXPERTS,
+    "deepseek_v3": {},
+    "gpt_oss": {},
+    "bloom": {},
+    "t5": dict(decoder_start_token_id=0),
+    "bart": {},  # a bias of its own on the logits
+}
+ENCODES = "an encoder and a decoder have two sequences; use dp_shard or tp instead"
+CHAINS = "ForConditionalGeneration has several chains of layers"
+REFUSED = {(name, family): says for name, says in (("cp2", ENCODES), ("pp2", CHAINS)) for family in ("t5", "bart")}
 QUICK = {
+    ("one", "bart"),
     ("fsdp", "llama"),
     ("zero3", "llama"),
     ("tp2", "gemma2"),
+    ("tp2", "gpt2"),  # by a plan that is found, whose layers then give each other DTensors
+    ("cp2", "t5"),
     ("cp2", "llama"),
     ("pp2", "llama"),
     ("fsdp head", "qwen3"),
 }
+VARIANTS = {"fsdp blocks", "fsdp head", "zero1", "tp2 sequence"}
 CASES = [
     pytest.param(
         name,
@@ -83,14 +136,27 @@ CASES = [
     )
     for name in STRATEGIES
     for family in FAMILIES
-    if (name, family) not in {("cp2", "gemma2"), ("pp2", "qwen3")}  # soft-capped scores; tied weights of two stages
+    if name not in VARIANTS or family in ("llama", "qwen3", "gemma2", "granite", "cohere")
 ]
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name, family", CASES)
 def test_trains_as_with_whole_logits(workers2: WorkerGroup, name: str, family: str) -> None:
-    workers2.run(compare, STRATEGIES[name], family, FAMILIES[family])
+    """Or is refused, as with whole logits."""
+    if says := REFUSED.get((name, family)):
+        for whole, by_rows in workers2.run(refusals, STRATEGIES[name], family, FAMILIES[family]):
+            assert says in whole == by_rows
+            assert "\n" not in by_rows
+    else:
+        workers2.run(compare, STRATEGIES[name], family, FAMILIES[family])
+
+
+@pytest.mark.distributed
+def test_local_tensors_of_a_plan_are_refused(workers2: WorkerGroup) -> None:
+    says = 'strategy.tp_kind: "local" is not possible, choose "dtensor": ChunkedLoss computes lm_head after its forward'
+    found = workers2.run(refusals, dict(MESH, tp=2, tp_kind="local"), "gpt2", FAMILIES["gpt2"])
+    assert [each[-1] for each in found] == [says, says]
 
 
 def compare_z_loss(spec: Mapping[str, Any], family: str) -> None:
@@ -120,6 +186,7 @@ def compare_z_loss(spec: Mapping[str, Any], family: str) -> None:
             ],
         )
         for name in STRATEGIES
+        if name != "one"
     ],
 )
 def test_a_z_loss_counts_the_same_tokens(workers2: WorkerGroup, name: str) -> None:

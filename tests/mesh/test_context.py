@@ -27,8 +27,6 @@ from flextrain.strategies.mesh.context import transformers as adapting
 from flextrain.strategies.mesh.context.attention import _Blocks
 from flextrain.strategies.mesh.context.batches import CutBatch, SequenceBatches, SequenceShards
 from flextrain.strategies.mesh.context.comparison import MixedPositions, OneProcessComparison
-from flextrain.strategies.mesh.context.context_parallel import Context
-from flextrain.strategies.mesh.context.masks import Mask
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_tensors
 from flextrain.testing.loop import alone, train
@@ -110,40 +108,6 @@ def test_what_a_cut_may_get_wrong(
     workers: Callable[[int], WorkerGroup], world_size: int, name: str, options: dict[str, Any]
 ) -> None:
     workers(world_size).run(same_training, name, options)
-
-
-def made_masks(name: str, how: Any) -> tuple[int, bool]:
-    """In a worker: how many tiles of masks a training has made, which is that of one device; whether some are left."""
-    made, left = 0, True
-    tile, run_window = Mask.tile, Context.run_window
-
-    def counted(*given: Any) -> Any:
-        nonlocal made
-        made += 1
-        return tile(*given)
-
-    def watched(self: Context, *given: Any, **named: Any) -> Any:
-        nonlocal left
-        found = run_window(self, *given, **named)
-        left = bool(self._attention.masks._made)
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Mask, "tile", counted)
-        patch.setattr(Context, "run_window", watched)
-        same_training(name, dict(cp=2, activation_checkpointing=how))
-    return made, left
-
-
-@pytest.mark.parametrize(
-    "how",
-    [dict(classes=["LlamaModel"]), pytest.param(dict(classes=["LlamaDecoderLayer"]), marks=FULL)],
-    ids=["model", "layers"],
-)
-def test_repetitions_have_the_masks_of_forward(workers2: WorkerGroup, how: Any) -> None:
-    usual = workers2.run(made_masks, "padded", None)
-    assert workers2.run(made_masks, "padded", how) == usual
-    assert all(made and not left for made, left in usual)
 
 
 def of_wrong_key() -> str:

@@ -57,7 +57,7 @@ class InFloat64(TorchFunctionMode):
             return backward_within(self, *args, **kwargs)
         if function is Tensor.float:
             return args[0].double()
-        if function in (Tensor.to, functional.softmax, torch.softmax):
+        if function in (Tensor.to, Tensor.type, functional.softmax, torch.softmax):
             args = tuple(torch.float64 if one is torch.float32 else one for one in args)
         if kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64
@@ -72,8 +72,10 @@ def made(family: str, **options: Any) -> Any:
         family, **{name: value for name, value in given.items() if value is not None}
     )
     torch.manual_seed(7)
-    attention = {"attn_implementation": "eager"} if family == "gemma2" else {}
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype(), **attention)
+    chosen = {"gemma2": {"attn_implementation": "eager"}, "mixtral": {"experts_implementation": "eager"}}.get(
+        family, {}
+    )
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype(), **chosen)
     with torch.no_grad():  # norms and biases that differ from 1 and 0
         for parameter in model.parameters():
             if parameter.ndim == 1:

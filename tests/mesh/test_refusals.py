@@ -166,6 +166,14 @@ CONTEXT: list[Row] = [
         'batch["attention_mask"]: has 4 dimensions, cp needs (samples, positions) with 0 for padding',
     ),
     (
+        cut({"input_ids": ids(2, 8), "attention_mask": {"full_attention": ids(2, 1, 8, 8)}}, of_transformers=True),
+        'batch["attention_mask"]: is dict, cp needs (samples, positions) with 0 for padding',
+    ),
+    (
+        cut({"input_ids": ids(2, 8), "attention_mask": ids(2, 9)}, of_transformers=True),
+        'batch["attention_mask"]: has 9 positions and the sequences have 8, cp needs the same',
+    ),
+    (
         cut({"input_ids": ids(2, 8), "use_cache": True}, of_transformers=True),
         'batch["use_cache"]: True is not possible with cp, whose processes have a shard of each cache',
     ),

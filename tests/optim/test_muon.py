@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal
 
 from flextrain.core.base.errors import ConfigError
 from flextrain.optim import OptimWrapper
@@ -109,6 +110,20 @@ def test_matrices_are_those_of_hidden_layers() -> None:
     assert names(Net(tied=True)) == own
     assert names(Net(), leave=["layers.*", "decode"]) == ["experts.up"]
     assert names(Net(), matrices=["lm_head", "conv"]) == [*own, "conv.weight", "decode.weight", "lm_head.weight"]
+
+
+class Unusual(nn.Module):
+    """Parameters of two dimensions of layers that are no matrices, one of them held by a parametrisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm, self.layer = nn.Embedding(10, 8), nn.LayerNorm([4, 8]), nn.Linear(8, 8)
+        for part in (self.words, self.layer):
+            orthogonal(part, "weight", orthogonal_map="householder", use_trivialization=False)
+
+
+def test_norms_and_parametrised_embeddings_are_no_matrices() -> None:
+    assert names(Unusual()) == ["layer.parametrizations.weight.original"]
 
 
 def test_a_head_that_a_model_of_transformers_names() -> None:

@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flextrain import FSDPStrategy, OptimWrapper, SingleDeviceStrategy, StrategyError
 from flextrain.core.checkpoint.chunks import FlatShard, Ranges
 from flextrain.core.comm import collectives as dist
 from flextrain.optim.muon import Muon
+from flextrain.optim.owner_adapters import WholeAdapter
 from flextrain.optim.owners import Matrix, OwnerExchange
 
 from ..conftest import WorkerFactory
@@ -71,6 +73,77 @@ def test_an_owner_knows_every_element_once(monkeypatch: pytest.MonkeyPatch, coun
         assert torch.equal(found, expected)
         spanning += sum(bool(chunks) for chunks in matrix.chunks.values()) > 2
     assert spanning > 0 or count < 3
+
+
+class Slowing(torch.optim.Optimizer):
+    """Counts its updates in a tensor of its group."""
+
+    owns_whole = True
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, dict(lr=lr, updates=torch.zeros(())))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["updates"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / float(group["updates"]))
+
+
+def test_what_a_group_counts_in_a_tensor_counts_once() -> None:
+    wholes = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in SHAPES[:2]]
+    shards = [shards_of(whole.detach(), [0, whole.numel()], 0) for whole in wholes]
+    alone, shared = Slowing(wholes), Slowing(shards)
+    adapter = WholeAdapter(shared, "optim_wrapper")
+    assert adapter.steps_in_parts
+    for _ in range(3):
+        for whole, shard in zip(wholes, shards, strict=True):
+            whole.grad = torch.randn_like(whole)
+            shard.grad = shards_of(whole.grad, [0, whole.numel()], 0)
+        alone.step()
+        with adapter.stepping():
+            shared.step()
+    assert [float(each.param_groups[0]["updates"]) for each in (alone, shared)] == [3.0, 3.0]
+    for whole, shard in zip(wholes, shards, strict=True):
+        torch.testing.assert_close(shard.full_tensor(), whole.detach())
+
+
+class OfAll(Slowing):
+    """Divides by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in trained]).norm() if trained else 1.0  # type: ignore[union-attr]
+        for parameter in trained:
+            parameter.sub_(parameter.grad / norm, alpha=0.1)
+
+
+class OfEach(Slowing):
+    """Divides by the norm of the parameter's own gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=0.1)
+
+
+@pytest.mark.parametrize("kind, is_allowed", [(OfEach, True), (OfAll, False)])
+def test_an_update_that_depends_on_other_parameters_is_refused(kind: type[Slowing], is_allowed: bool) -> None:
+    model = nn.Linear(6, 4)
+    wrapper = OptimWrapper(dict(type=kind))
+    strategy = FSDPStrategy(device="cpu")
+    try:
+        if is_allowed:
+            strategy.setup(model, wrapper)
+        else:
+            with pytest.raises(StrategyError, match="OfAll updates a parameter otherwise beside others than alone"):
+                strategy.setup(model, wrapper)
+    finally:
+        strategy.leave()
+    SingleDeviceStrategy(device="cpu").setup(nn.Linear(6, 4), OptimWrapper(dict(type=kind)))
 
 
 def muon_on_ranges(size: int) -> float:

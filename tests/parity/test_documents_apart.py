@@ -1,7 +1,7 @@
 """Packed documents stay apart: a token of one changes nothing of another, and every label weighs the same on every process.
 
-One token of each document is changed in turn, and every number of the other documents is compared, bit by bit: logits,
-losses of tokens, and the gradients of the embeddings of their tokens, which no two documents share.
+All tokens of every other document are changed, and then those of the rest. Every number of the documents that were not is
+compared, bit by bit: logits, losses of tokens, and the gradients of the embeddings of their tokens, which no two documents share.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from flextrain.core.comm import collectives as dist
 from flextrain.core.hugging_face.transformers_private import keep_documents_apart
 from flextrain.core.model.token_counts import count_tokens
 from flextrain.data import PackedTokens
+from flextrain.strategies.mesh.context import masks
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_numbers, same_tensors
 from flextrain.testing.loop import alone, shard, train
@@ -34,11 +35,11 @@ from ..mesh.parity import dtype_of
 
 FULL = pytest.mark.full
 
-DOCUMENTS = (5, 11, 3, 9, 4, 16, 7, 9)
-"""Their lengths, in four sequences; some have a part on either side of each cut."""
+DOCUMENTS = (5, 3, 7, 1, 4, 8, 4, 16, 7, 9)
+"""Their lengths, in four sequences; some have a part on either side of each cut, some begin at a cut, and one is a token."""
 EACH = VOCABULARY // len(DOCUMENTS)
 """Tokens of each document, which no other one has."""
-LABELLED = (5, 11, 3, 6, 1, 2, 2, 1)
+LABELLED = (5, 3, 5, 1, 4, 8, 4, 2, 2, 1)
 """How many of its last tokens have labels: most are in the first two sequences."""
 
 
@@ -57,12 +58,11 @@ def packed() -> tuple[Batch, Tensor]:
     return batch, number
 
 
-def changed(batch: Batch, number: Tensor, document: int) -> Batch:
-    """The batch with another token in the middle of a document; labels stay as they are."""
-    ids = batch["input_ids"].clone()
-    row, column = (number == document).nonzero()[DOCUMENTS[document] // 2].tolist()
-    ids[row, column] = document * EACH + (ids[row, column] + 1) % EACH
-    return {**batch, "input_ids": ids}
+def changed(batch: Batch, number: Tensor, rest: int) -> Batch:
+    """The batch with other tokens in every other document; labels stay as they are."""
+    ids = batch["input_ids"]
+    others = number * EACH + (ids - number * EACH + 1) % EACH
+    return {**batch, "input_ids": torch.where(number % 2 == rest, others, ids)}
 
 
 def _llama() -> nn.Module:
@@ -73,6 +73,7 @@ def _llama() -> nn.Module:
 
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "llama": _llama,
+    "dropout": functools.partial(of_transformers, "llama", attention_dropout=0.5),
     "gemma2": functools.partial(attention_models.build, "gemma2"),
     "mistral": functools.partial(attention_models.build, "mistral"),
 }
@@ -111,48 +112,57 @@ def numbers(spec: Mapping[str, Any], name: str, batch: Batch) -> tuple[list[Tens
     return found, index, count
 
 
-def leaks(spec: Mapping[str, Any], name: str = "llama") -> None:
-    """In a worker: change a token of each document, and count what differs in the others."""
+def leaks(spec: Mapping[str, Any], name: str = "llama", by_kernels: bool = False) -> None:
+    """In a worker: change tokens of some documents, and count what differs in the others.
+
+    Args:
+        by_kernels: with cp, each document is computed by a kernel, as longer ones are, and not in tiles of a mask.
+    """
     torch.set_num_threads(1)
     batch, number = packed()
-    with dtype_of(torch.float64):
+    with dtype_of(torch.float64), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masks, "SHORTEST", 1 if by_kernels else masks.SHORTEST)
         before, index, count = numbers(spec, name, batch)
         own = number.tensor_split(count)[index]
-        for document in (1, 3, 6):
-            after, *_ = numbers(spec, name, changed(batch, number, document))
+        for rest in (0, 1):
+            after, *_ = numbers(spec, name, changed(batch, number, rest))
             counts = {}
             for at, (one, other) in enumerate(zip(before, after, strict=True)):
                 differs = (one != other).any(-1)
                 of = torch.arange(VOCABULARY) // EACH if one is before[-1] else own
-                counts[at] = int(differs[of != document].sum()), int(differs[of == document].sum())
-            assert {of_others for of_others, _ in counts.values()} == {0}, (document, counts)
-            assert counts[len(before) - 1][1] > 1  # its own embeddings get other gradients
-            if len(before) == 3 and (own == document).any():
-                assert counts[0][1] > 1  # and its own logits are others
+                is_changed = (of % 2 == rest) & (of < len(DOCUMENTS))
+                counts[at] = int(differs[~is_changed].sum()), int(differs[is_changed].sum())
+            assert {of_others for of_others, _ in counts.values()} == {0}, (rest, counts)
+            assert counts[len(before) - 1][1] > len(DOCUMENTS)  # their own embeddings get other gradients
+            if len(before) == 3:
+                assert counts[0][1] == int((own % 2 == rest).sum())  # and their own logits are others
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "strategy, model",
+    "strategy, model, by_kernels",
     [
-        *((strategy, "llama") for strategy in STRATEGY if strategy not in ("one", "pp")),
-        pytest.param("pp", "llama", marks=FULL),
+        *((strategy, "llama", strategy == "ring") for strategy in STRATEGY if strategy not in ("one", "pp")),
+        pytest.param("pp", "llama", False, marks=FULL),
+        pytest.param("ring", "llama", False, marks=FULL),
+        pytest.param("ulysses", "llama", True, marks=FULL),
+        pytest.param("ulysses", "dropout", False, marks=FULL),
         *(
-            pytest.param(strategy, model, marks=FULL)
+            pytest.param(strategy, model, False, marks=FULL)
             for strategy in STRATEGY
             if strategy != "pp"
             for model in ("gemma2", "mistral")
         ),
     ],
 )
-def test_documents_stay_apart(workers2: WorkerGroup, strategy: str, model: str) -> None:
-    workers2.run(of_one_device if strategy == "one" else leaks, STRATEGY[strategy], model)
+def test_documents_stay_apart(workers2: WorkerGroup, strategy: str, model: str, by_kernels: bool) -> None:
+    workers2.run(of_one_device if strategy == "one" else leaks, STRATEGY[strategy], model, by_kernels)
 
 
-def of_one_device(spec: Mapping[str, Any], name: str) -> None:
+def of_one_device(spec: Mapping[str, Any], name: str, by_kernels: bool) -> None:
     """In a worker: the same on one device."""
     with alone():
-        leaks(spec, name)
+        leaks(spec, name, by_kernels)
 
 
 @pytest.mark.distributed

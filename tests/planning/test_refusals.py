@@ -165,10 +165,14 @@ FlexibleRunner(
     [
         (
             ("item", "SGD"),
-            "the computation depends on values at {script}:14, which a plan has none of",
-            "; return tensors to log as they are, without item() or float()",
+            "the computation depends on values at the model ({script}:14), which a rehearsal has none of",
+            " and return tensors to log as they are, without item() or float()",
         ),
-        (("cuda", "SGD"), "needs another device than the CPU, on which a plan runs, at {script}:16; give tensors", ""),
+        (
+            ("cuda", "SGD"),
+            "needs another device than the CPU, on which a plan runs, at layer ({script}:16); give tensors",
+            "",
+        ),
         (("Adafactor",), "the computation depends on values at ", "(aten._local_scalar_dense.default)"),
     ],
     ids=["item", "cuda", "optimizer"],

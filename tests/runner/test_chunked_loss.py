@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import pickle
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +19,11 @@ from torch.utils.data import DataLoader
 from flextrain import ConfigError, FlexibleRunner, StrategyError
 from flextrain.core.model import logits as module
 from flextrain.core.torch_compat.torch_private import TorchDispatchMode, tree_flatten
+from flextrain.runner.transforms import chunked_loss
 from flextrain.runner.transforms.chunked_loss import ChunkedLoss, large_logits
+from flextrain.runner.transforms.lora import LoRA
+
+from .training import log_lines
 
 WORDS, WIDTH, ROWS, CHUNK = 97, 8, (4, 10), 6
 
@@ -181,6 +187,110 @@ def test_a_head_that_draws_drops_the_same_in_backward() -> None:
     assert float((model.head.weight.grad * model.head.weight).sum()) == pytest.approx(float(loss), rel=1e-9)
 
 
+def test_one_token() -> None:
+    one, other = pair(LOSSES["flat"])
+    words, labels = (each[1:2, :1] for each in data())
+    for model in (one, other):
+        model(words, labels)["loss"].backward()
+    torch.testing.assert_close(other.head.weight.grad, one.head.weight.grad)
+
+
+def test_hidden_states_before_a_frozen_head() -> None:
+    one, other = pair(LOSSES["flat"])
+    for model in (one, other):
+        model.head.requires_grad_(False)
+        model(*data())["loss"].backward()
+    torch.testing.assert_close(other.table.weight.grad, one.table.weight.grad, rtol=1e-12, atol=1e-12)
+    assert other.head.weight.grad is None
+
+
+def test_backward_again() -> None:
+    _, model = pair(LOSSES["flat"])
+    loss = model(*data())["loss"]
+    loss.backward(retain_graph=True)
+    once = cast(Tensor, model.head.weight.grad).clone()
+    loss.backward()
+    torch.testing.assert_close(model.head.weight.grad, 2 * once)
+    with pytest.raises(
+        StrategyError, match="create_graph=True goes through the logits, which have first derivatives only"
+    ):
+        torch.autograd.grad(model(*data())["loss"], [model.table.weight], create_graph=True)
+
+
+def test_a_reduction_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match="avg is not a valid value for reduction"):
+        pair(lambda x, y: functional.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="avg"))[1](*data())
+
+
+class Lowered(Speaker):
+    """Makes logits in bfloat16, and the loss outside of it, or the other way round."""
+
+    inside = True
+
+    def forward(self, words: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.table(words))
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.inside):
+            logits = self.head(hidden.bfloat16() if self.inside else hidden) * 1.5
+        with torch.autocast("cpu", torch.bfloat16, enabled=not self.inside):
+            return {"loss": self.says(logits, labels)}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(
+    "says",
+    [lambda x, y: LOSSES["flat"](x.float(), y), lambda x, y: x.logsumexp(-1).square().sum() + LOSSES["flat"](x, y)],
+)
+def test_logits_are_those_of_the_autocast_of_their_head(says: Any, inside: bool) -> None:
+    torch.manual_seed(0)
+    one = Lowered(says)
+    one.inside = inside
+    other = copy.deepcopy(one)
+    ChunkedLoss(CHUNK, "head")(other)
+    losses = [each(*data())["loss"] for each in (one, other)]
+    assert losses[0].dtype == losses[1].dtype
+    within = 2e-2 if inside else 1e-5  # in float32 what is computed in bfloat16 shows
+    torch.testing.assert_close(losses[1], losses[0], rtol=within, atol=within)
+    for loss in losses:
+        loss.backward()
+    for mine, whole in zip(other.parameters(), one.parameters(), strict=True):
+        assert mine.grad is not None
+        assert whole.grad is not None
+        assert float((mine.grad - whole.grad).norm() / whole.grad.norm()) < within
+
+
+def test_a_head_that_gets_more_than_hidden_states() -> None:
+    class Scaled(Speaker):
+        def forward(self, words: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": self.says(self.head(self.table(words), scale=2.0), labels)}
+
+    model = Scaled(LOSSES["flat"])
+    ChunkedLoss(CHUNK, "head")(model)
+    with pytest.raises(StrategyError, match="Linear, which makes the logits, is called with more than hidden states"):
+        model(*data())
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_a_head_that_is_not_called(z_loss: float, caplog: pytest.LogCaptureFixture) -> None:
+    class Apart(Speaker):
+        def forward(self, words: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": self.says(functional.linear(self.table(words), self.head.weight), labels)}
+
+    model = Apart(LOSSES["flat"])
+    ChunkedLoss(CHUNK, "head", z_loss=z_loss)(model)
+    if z_loss:
+        with pytest.raises(StrategyError, match=r"z_loss: Apart.forward computes no cross_entropy of its logits"):
+            model(*data())
+        return
+    with caplog.at_level(logging.WARNING, "flextrain"):
+        model(*data())
+        model(*data())
+    (line,) = caplog.messages
+    assert (
+        line
+        == "ChunkedLoss: Apart.forward does not call the Linear that makes its logits, so none are computed by chunks"
+    )
+
+
 def test_hooks_of_parameters_see_one_gradient() -> None:
     _, model = pair(LOSSES["flat"])
     seen: list[Tensor] = []
@@ -256,6 +366,128 @@ def test_a_z_loss_without_a_cross_entropy_is_refused(name: str) -> None:
     with pytest.raises(StrategyError, match=r"z_loss: Speaker.forward computes no cross_entropy of its logits"):
         with_z(LOSSES[name])(*data())
     with_z(LOSSES[name], 0.0)(*data())
+
+
+class Twice(Speaker):
+    """Calls its head twice in a forward; ``says`` makes the loss of both logits and of labels."""
+
+    def forward(self, words: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.table(words))
+        first, second = self.head(hidden), self.head(hidden.roll(1, 1).square())
+        return {"loss": cast(Any, self.says)(first, second, labels), "logits": first, "others": second}
+
+
+def likelihood(x: Tensor, y: Tensor) -> Tensor:
+    return x.log_softmax(-1).gather(-1, y.clamp(0).unsqueeze(-1)).sum(1)
+
+
+def later(x: Tensor, z: Tensor, y: Tensor, weight: float = 0.0) -> Tensor:
+    """The next token, and the one after it."""
+    losses = [LOSSES["flatten"](x, y), LOSSES["flatten"](z[:, :-1], y[:, 1:])]
+    if weight:
+        losses = [losses[0] + weight * squares(x, y).mean(), losses[1] + weight * squares(z[:, :-1], y[:, 1:]).mean()]
+    return losses[0] + 0.3 * losses[1]
+
+
+def pairs(x: Tensor, z: Tensor, y: Tensor, weight: float = 0.0) -> Tensor:
+    """The first is preferred to the second, by likelihoods alone."""
+    return -functional.logsigmoid(likelihood(x, y) - likelihood(z, y)).mean()
+
+
+def imitated(x: Tensor, z: Tensor, y: Tensor, weight: float = 0.0) -> Tensor:
+    """The same beside a cross entropy of the first."""
+    return pairs(x, z, y) + LOSSES["flat"](x, y) + (weight * squares(x, y).mean() if weight else 0.0)
+
+
+@pytest.mark.parametrize("weight", [0.0, 4.0])
+@pytest.mark.parametrize("says", [later, imitated, pairs])
+def test_a_head_that_is_called_twice(says: Any, weight: float, _told: set[str]) -> None:
+    torch.manual_seed(0)
+    expected = Twice(functools.partial(says, weight=weight)).double()
+    found = copy.deepcopy(expected)
+    found.says = says
+    ChunkedLoss(CHUNK, "head", z_loss=weight / 4)(found)  # as squares are a quarter
+    if says is pairs and weight:
+        with pytest.raises(StrategyError, match=r"z_loss: Twice.forward computes no cross_entropy of its logits"):
+            found(*data())
+        return
+    for _ in range(2):  # an update's second micro-batch
+        losses = [each(*data())["loss"] for each in (expected, found)]
+        for each in losses:
+            each.backward()
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=1e-12)
+    for one, other in zip(expected.parameters(), found.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-12, atol=1e-12)
+    assert not _told
+
+
+def with_adapter(*transforms: Any) -> nn.Module:
+    """A model with an adapter of its head that is not zero."""
+    pytest.importorskip("peft", reason="needs pip install flextrain[peft]")
+    torch.manual_seed(0)
+    model: nn.Module = Speaker(LOSSES["flat"]).double()
+    for each in transforms:
+        model = each(model) or model
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+@pytest.mark.parametrize(
+    "options", [dict(target_modules=["head"]), dict(target_modules=["table"], modules_to_save=["head"])]
+)
+def test_a_z_loss_of_a_head_with_an_adapter(options: dict[str, Any], _told: set[str]) -> None:
+    lora = functools.partial(LoRA, r=2, lora_alpha=4, lora_dropout=0.0, **options)
+    expected, found = with_adapter(lora()), with_adapter(lora(), ChunkedLoss(CHUNK, "head", z_loss=0.25))
+    expected.says = Z_LOSSES["flat"]  # type: ignore[assignment]
+    losses = [each(*data())["loss"] for each in (expected, found)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=1e-12)
+    for loss in losses:
+        loss.backward()
+    assert sum(each.requires_grad for each in found.parameters()) >= 2
+    for one, other in zip(expected.parameters(), found.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-12, atol=1e-12)
+    assert not _told
+
+
+def test_an_adapter_that_is_added_afterwards() -> None:
+    """It adds to logits of its own: all of them are computed, and a z-loss would have no cross entropy."""
+    lora = functools.partial(LoRA, r=2, lora_dropout=0.0, target_modules=["head"])
+    expected, found = with_adapter(lora()), with_adapter(ChunkedLoss(CHUNK, "head"), lora())
+    torch.testing.assert_close(found(*data())["loss"], expected(*data())["loss"])
+    with pytest.raises(StrategyError, match=r"z_loss: Speaker.forward computes no cross_entropy"):
+        with_adapter(ChunkedLoss(CHUNK, "head", z_loss=0.25), lora())(*data())
+
+
+@pytest.mark.parametrize("how", ["cast", "autocast"])
+def test_a_z_loss_in_bfloat16(how: str) -> None:
+    """As near to float64 as whole logits are."""
+    gradients, found = [], []
+    exact, whole = (pair(Z_LOSSES["flat"])[0] for _ in range(2))
+    for model in (exact, whole, with_z(LOSSES["flat"])):
+        if model is not exact:
+            model.to(torch.bfloat16 if how == "cast" else torch.float32)
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast" and model is not exact):
+            loss = model(*data())["loss"]
+        loss.backward()
+        found.append(loss)
+        gradients.append(torch.cat([cast(Tensor, each.grad).double().flatten() for each in model.parameters()]))
+    assert found[2].dtype == found[1].dtype
+    assert float((found[2].double() - found[0]).abs()) <= 2 * float((found[1].double() - found[0]).abs()) + 1e-3
+    errors = [float((each - gradients[0]).norm() / gradients[0].norm()) for each in gradients]
+    assert errors[2] <= 1.5 * errors[1] + 1e-3
+
+
+def test_no_label_counts() -> None:
+    """A mean over no token is no number, and gives gradients of 0, also with a z-loss."""
+    words, labels = data()
+    for model in (*pair(LOSSES["flat"]), with_z(LOSSES["flat"])):
+        loss = model(words, torch.full_like(labels, -100))["loss"]
+        assert loss.isnan()
+        loss.backward()
+        assert all(each.grad is not None and not each.grad.any() for each in model.parameters())
 
 
 def test_large_logits_have_a_finite_z_loss() -> None:
@@ -396,8 +628,28 @@ def test_a_run_trains_the_same_and_evaluates(tmp_path: Any) -> None:
 
 
 class Said(Speaker):
+    """Its configuration has the number of words, as in models of transformers; asked for its head it fails."""
+
+    def __init__(self, says: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(says)
+        self.config = SimpleNamespace(vocab_size=WORDS)
+
     def get_output_embeddings(self) -> nn.Module:
-        return self.head
+        raise RuntimeError("not now")
+
+
+def test_a_run_tells_large_logits_once_and_asks_the_model_nothing(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(chunked_loss, "_LARGE", 2 * 10 * WORDS * 4 - 1)
+    with log_lines(logging.INFO) as lines:
+        runner(tmp_path / "whole", model=Said(LOSSES["flat"])).train()
+    assert sum("model: logits of 2 x 10 x 97 take" in line for line in lines) == 1
+    with log_lines(logging.INFO) as lines:
+        runner(tmp_path / "chunked", dict(type="ChunkedLoss", head="head"), model=Said(LOSSES["flat"])).train()
+        runner(tmp_path / "unknown").train()
+    assert not any("model: logits of" in line for line in lines)
 
 
 def test_large_logits_are_told() -> None:
@@ -408,7 +660,7 @@ def test_large_logits_are_told() -> None:
     for batch in ({"labels": labels[:, :1000]}, {"labels": labels.float()}, {"words": labels}, (labels,)):
         assert not large_logits(model, batch)
     assert not large_logits(Speaker(LOSSES["flat"]), {"labels": labels})
-    ChunkedLoss(CHUNK)(model)
+    ChunkedLoss(CHUNK, head="head")(model)
     assert not large_logits(model, {"labels": labels})
 
 
@@ -416,12 +668,12 @@ def runner(folder: Any, *transforms: Any, **more: Any) -> FlexibleRunner:
     torch.manual_seed(0)
     words, labels = data()
     rows = [{"words": one, "labels": other} for one, other in zip(words, labels, strict=True)]
-    return FlexibleRunner(
+    given = dict(
         model=Speaker(LOSSES["flat"]),
         transforms=list(transforms),
         train_dataloader=DataLoader(rows, batch_size=2),  # type: ignore[arg-type]
         optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.5)),
         train_cfg=dict(max_epochs=2),
         work_dir=str(folder),
-        **more,
     )
+    return FlexibleRunner(**{**given, **more})

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -27,6 +28,7 @@ from torch.utils.data import (
 )
 
 from flextrain import ConfigError
+from flextrain.core.base.errors import DataError
 from flextrain.core.random.generators import RandomStream
 from flextrain.runner import DefaultSampler, InfiniteSampler, pseudo_collate
 from flextrain.runner.data.dataloaders import TrainData
@@ -130,6 +132,18 @@ def test_an_order_of_one_s_own() -> None:
     assert in_turn([list(part) for part in parts]) == [*NUMBERS[::-1], 9, 8]
 
 
+@pytest.mark.parametrize("kind", [DefaultSampler, InfiniteSampler])
+@pytest.mark.parametrize("length", [8, 12])
+def test_an_order_of_one_s_own_has_as_many_indices_as_a_pass(kind: Any, length: int) -> None:
+    """The rest of a longer one would never come."""
+    backwards = type("Backwards", (kind,), {"order": lambda self, epoch: range(length)[::-1]})
+    with refuses(ConfigError, exactly=f"Backwards.order: gave {length} indices, and a pass has num_samples=10"):
+        list(islice(backwards(NUMBERS), 10))
+    sampler = backwards(NUMBERS)
+    sampler.num_samples = length
+    assert list(islice(sampler, length)) == list(range(length))[::-1]
+
+
 # Orders that are computed by index
 
 BILLION = 10**9
@@ -170,6 +184,33 @@ def test_a_large_order_goes_on_with_any_number_of_processes() -> None:
         sampler.set_span(1000, 9000)
         parts.append(list(sampler))
     assert in_turn(parts) == whole[1000:]
+
+
+class Growing(Dataset[int]):
+    """A dataset with other samples in every epoch."""
+
+    def __init__(self, step: int) -> None:
+        self.length, self.step = 6, step
+
+    def set_epoch(self, epoch: int) -> None:
+        self.length = 6 + epoch * self.step
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize("step", [2, -2])
+@pytest.mark.parametrize("kind", ["DefaultSampler", "InfiniteSampler"])
+def test_a_dataset_with_another_length_than_its_sampler_knows(kind: str, step: int) -> None:
+    """Otherwise what has been added would be left out, and nobody would know."""
+    data = TrainData(loader(dict(dataset=Growing(step), batch_size=2, sampler=kind)), 1, seed=0)
+    assert sorted(i for (batch,) in data.windows(0, stop=3) for i in batch) == list(range(6))
+    says = f"{kind}: its dataset has {6 + step} samples, it had 6; the length must not change"
+    with refuses(DataError, exactly=says):
+        list(islice(data.windows(1), 1))
 
 
 def test_an_empty_dataset() -> None:
@@ -340,6 +381,20 @@ class NoItems:
 def test_refused_when_built(cfg: dict[str, Any], shard: tuple[int, int], training: bool, says: str) -> None:
     with refuses(ConfigError, matches=rf"^train_dataloader\.(sampler\.)?{says}"):
         loader(cfg, shard, training)
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["configuration", "DataLoader"])
+def test_workers_that_overtake_each_other_are_refused_in_training(built: bool) -> None:
+    """A resumed run would train on some batches twice, and on others never."""
+    options: dict[str, Any] = dict(batch_size=2, num_workers=2, in_order=False)
+    given = DataLoader(NUMBERS, **options) if built else options  # type: ignore[arg-type]
+    with refuses(
+        ConfigError,
+        exactly="train_dataloader.in_order: False loses and repeats batches when a run is resumed; leave it out",
+    ):
+        loader(given)
+    assert loader(given, training=False).in_order is False
+    assert loader(dict(batch_size=2, num_workers=1, in_order=False)).num_workers == 1
 
 
 # A DataLoader that the user built
@@ -533,6 +588,17 @@ def test_every_process_has_so_many_batches_of_the_first_samples(count: int) -> N
 
 def test_a_short_dataset_stays_as_it_is() -> None:
     assert len(short(num_batch_per_epoch=100)) == len(short()) == 7
+
+
+def test_an_order_of_the_whole_dataset_does_not_lead_beyond_the_first_samples(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"number": {number}}}\n' for number in range(100)))
+    source = dict(type="JsonlFiles", paths=str(path))
+    own = list(short(dataset=source, num_batch_per_epoch=2))
+    assert sorted(row["number"] for batch in own for row in batch) == list(range(6))
+    assert hasattr(short(dataset=source, num_batch_per_epoch=100).dataset, "order_of_pass"), (
+        "all of it is left as it is"
+    )
 
 
 def test_the_rest_of_the_dataset_is_there() -> None:

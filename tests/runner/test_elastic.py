@@ -24,6 +24,7 @@ from flextrain.testing import WorkerGroup
 from .training import (
     DDP,
     FSDP,
+    At,
     Net,
     Samples,
     SaveEvery,
@@ -225,6 +226,47 @@ def test_iterations_go_on_with_the_next_sample(tmp_path: Path, infinite: bool) -
     # 6, then 16 (the epoch of a DefaultSampler ends with 2 of 4), then 15, then 7.
     assert found == order[: len(found)]
     assert len(found) == (6 + 16 + 15 + 7 if infinite else 6 + 14 + 15 + 7)
+
+
+@pytest.mark.parametrize("by_epoch", [True, False])
+def test_saved_again_before_an_update(tmp_path: Path, by_epoch: bool) -> None:
+    """Four samples are less than an update of 13: the resumed run is at update 0 of the epoch, and not at its beginning."""
+    cfg = dict(by_epoch=True, max_epochs=2) if by_epoch else dict(by_epoch=False, max_iters=5)
+
+    def run(batch_size: int, *hooks: Hook) -> FlexibleRunner:
+        data = dict(batch_size=batch_size, dataset=Samples(26), collate_fn="default_collate")
+        return make_runner(tmp_path, train_dataloader=data, train_cfg=cfg, custom_hooks=[*hooks])
+
+    first, rest = Watch(), Watch()
+    with pytest.raises(Stop):
+        run(4, first, SaveEvery({1}), StopAt(1)).train()
+    resumed = run(13)
+    resumed.resume(tmp_path / "iter_1")
+    resumed.save_checkpoint(tmp_path, "again")
+    last = run(13, rest)
+    last.resume(tmp_path / "again")
+    last.train()
+    assert [len(batch) for batch in rest.trained] == [13, 9, 13, 13]
+    assert sorted(chain(*first.trained, *rest.trained[:2])) == list(range(26))
+
+
+def test_resumed_at_the_beginning_of_an_epoch_after_its_middle(tmp_path: Path) -> None:
+    """In one process: of the first checkpoint nothing is left."""
+    watch = Watch()
+    with pytest.raises(Stop):
+        make_runner(
+            tmp_path, custom_hooks=[At("before_train", save_at_the_beginning), SaveEvery({1}), StopAt(1)]
+        ).train()
+    data = dict(batch_size=13, dataset=Samples(26), collate_fn="default_collate")
+    last = make_runner(tmp_path, train_dataloader=data, train_cfg=dict(max_epochs=1), custom_hooks=[watch])
+    last.resume(tmp_path / "iter_1")
+    last.resume(tmp_path / "begin")
+    last.train()
+    assert sorted(chain(*watch.trained)) == list(range(26))
+
+
+def save_at_the_beginning(runner: Any) -> None:
+    runner.save_checkpoint(runner.work_dir, "begin")
 
 
 def test_what_is_dropped_at_the_end_is_less_than_an_update_of_the_resumed_run(tmp_path: Path) -> None:

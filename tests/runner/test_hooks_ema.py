@@ -22,7 +22,7 @@ from flextrain.runner.hooks import EMAHook, ema
 from flextrain.runner.hooks.ema import WeightAverage
 from flextrain.testing import WorkerGroup
 
-from .training import refuses
+from .training import At, refuses
 
 
 class Stage:
@@ -159,6 +159,22 @@ def test_who_saves_while_validation_runs_saves_the_models_own_weights(runner: An
     assert stage.weight == 2.0
     stage.hook.before_save_checkpoint(runner, {})
     assert stage.weight == 3.0
+
+
+def test_the_averages_are_back_after_such_a_save(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
+    """The rest of the validation is of the same weights as its beginning; training has its own again."""
+    follow = Follow(momentum=0.1)
+    plain = new_run()
+    plain.train()
+
+    def save(runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        if batch_idx == 0:
+            runner.save_checkpoint(tmp_path, "in_validation")
+
+    run = new_run(custom_hooks=[EMAHook(momentum=0.1), follow, At("after_val_iter", save)])
+    run.train()
+    assert follow.same == [True] * 30
+    assert all(map(torch.equal, plain.strategy.module.parameters(), run.strategy.module.parameters()))
 
 
 def test_averages_of_other_weights_are_filled_up_or_refused(runner: Any) -> None:

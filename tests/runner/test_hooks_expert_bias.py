@@ -85,6 +85,11 @@ def test_tokens_that_are_computed_again_count_once(tmp_path: Path, build: Any, h
     assert trained(tmp_path, strategy, model=build, **in_order(2)) == by_hand(2)
 
 
+def test_tokens_of_a_window_that_is_run_again_count_once(tmp_path: Path) -> None:
+    hooks = [dict(type="ExpertBiasHook", update_speed=0.05), dict(type="ReplayHook", interval=2)]
+    assert trained(tmp_path, custom_hooks=hooks, **in_order(2)) == by_hand(2)
+
+
 class Validated(nn.Module):
     """A model that trains while it is validated, as some do by mistake."""
 
@@ -373,6 +378,34 @@ class SilentBlock(Balanced):
         return self.attention(x)  # type: ignore[no-any-return]
 
 
+class Masking(Router):
+    """Gives a mask of the chosen experts in place of their numbers."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        weights, ids = super().forward(tokens)
+        return weights, functional.one_hot(ids, EXPERTS).sum(1)
+
+
+class Counting(Router):
+    """Gives how often each expert is chosen."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        weights, ids = super().forward(tokens)
+        return weights, ids.flatten().bincount(minlength=EXPERTS)
+
+
+class MaskingBlock(SilentBlock):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__(width, heads, dropout)
+        self.router = Masking(width)
+
+
+class CountingBlock(SilentBlock):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__(width, heads, dropout)
+        self.router = Counting(width)
+
+
 @pytest.mark.parametrize(
     ("build", "options", "says"),
     [
@@ -388,6 +421,8 @@ class SilentBlock(Balanced):
         ),
         (partial(with_bias, lambda: nn.Buffer(torch.zeros(EXPERTS), persistent=False)), {}, "is in no checkpoint"),
         (partial(model, SilentBlock), {}, "ExpertBiasHook.choice: layers.0.router, its output has no tensor of integers"),
+        (partial(model, MaskingBlock), {}, r"layers.0.router, its output has integers of shape \(128, 4\) for 4 experts, which look like a mask"),
+        (partial(model, CountingBlock), {}, r"its output has integers of shape \(4,\) for 4 experts, which look like a mask or counts"),
         (model, dict(choice=lambda output: output[0]), "choice: layers.0.router, choice gave torch.float64, return a tensor"),
         (Masked, {}, r"ExpertBiasHook.mask: attention_mask has shape \(8, 8\), and net.layers.0.router chooses for 128 tokens"),
     ],

@@ -16,10 +16,12 @@ from flextrain import ConfigError
 from flextrain.core.base.errors import LossSpikeError, NonFiniteError
 from flextrain.core.base.events import read_events
 from flextrain.core.checkpoint import Checkpoint, complete_ones, find_latest
+from flextrain.runner.hooks import Hook
 from flextrain.runner.hooks.loss_spike import SpikeDetector
+from flextrain.runner.resume.choose_checkpoint import GoBack
 from flextrain.testing import WorkerGroup
 
-from .training import At, Stop, StopAt, Watch, differences, log_lines, make_runner, refuses, whole_state
+from .training import At, SaveEvery, Stop, StopAt, Watch, differences, log_lines, make_runner, refuses, whole_state
 
 pytestmark = pytest.mark.usefixtures("quick")
 FULL = pytest.mark.full
@@ -224,6 +226,41 @@ def test_without_a_good_checkpoint_it_warns_once(tmp_path: Path) -> None:
     assert sum("there is no checkpoint of at most" in line for line in lines) == 1
 
 
+def test_it_never_goes_back_to_another_run(tmp_path: Path) -> None:
+    """Whose checkpoints are still there until the first one of this run replaces them."""
+    run(tmp_path, Poisoned(400, range(0)), custom_hooks=[], train_cfg=dict(by_epoch=False, max_iters=40))
+    late = dict(checkpoint=dict(by_epoch=False, interval=70, overwrite=True))
+    with log_lines() as lines:
+        trained, _ = run(tmp_path, Poisoned(400, BAD), default_hooks=late)
+    assert len(trained) == 80
+    assert sum("there is no checkpoint of at most" in line for line in lines) == 1
+    assert not [event for event in read_events(tmp_path) if event["event"] == "went_back"]
+
+
+def test_nor_to_its_own_former_course(tmp_path: Path) -> None:
+    """It goes on from an earlier checkpoint, and the later ones that it knows nothing of are not replaced yet."""
+    run(tmp_path, Poisoned(400, range(0)), custom_hooks=[], train_cfg=dict(by_epoch=False, max_iters=40))
+    rare = dict(checkpoint=dict(by_epoch=False, interval=70))
+    run(tmp_path, Poisoned(400, BAD), default_hooks=rare, resume=str(tmp_path / "iter_20"))
+    (event,) = (event for event in read_events(tmp_path) if event["event"] == "went_back")
+    assert event["back_to"] == 20
+
+
+def test_an_end_of_training_that_came_of_the_spike_is_taken_back(tmp_path: Path) -> None:
+    data, ended = Poisoned(400, BAD), []
+
+    def end(runner: Any, *_: Any) -> None:
+        if runner.iter == 54 and not ended:
+            ended.append(runner.iter)
+            runner.train_loop.stop_training = True
+
+    ends = At("after_train_iter", end)
+    trained, found = run(tmp_path / "spike", data, custom_hooks=[hook(interval=50), ends])
+    assert len(trained) == 55 + 40
+    _, expected = run(tmp_path / "clean", without(data, 160, 220), custom_hooks=[])
+    assert differences(found, expected) == []
+
+
 # Resuming
 
 
@@ -343,6 +380,32 @@ def test_streams_and_loaders(tmp_path: Path, kind: Any) -> None:
     _, expected = run(tmp_path / "clean", clean, **options[1], custom_hooks=[])
     assert trained[55] == [220, 221, 222, 223]
     assert differences(found, expected) == []
+
+
+class Back(Hook):
+    """Goes back once, after an update of the second pass, to a checkpoint of the first one."""
+
+    priority = "LOWEST"
+    has_gone = False
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        if runner.iter + 1 == 6 and not self.has_gone:
+            self.has_gone = True
+            raise GoBack(Path(runner.work_dir) / "iter_3", "a test")
+
+
+@pytest.mark.parametrize("kind", [Stream, Placed, DataLoader])
+def test_what_is_left_out_reaches_into_the_next_pass(tmp_path: Path, kind: Any) -> None:
+    """A stream that goes on from its state stands in the middle of the first pass, of which nothing is left."""
+    data = Poisoned(20, range(0))
+    loader: Any = dict(batch_size=4, collate_fn="default_collate", dataset=kind(data))
+    if kind is DataLoader:
+        loader = DataLoader(data, batch_size=4, shuffle=False)
+    options = dict(
+        train_dataloader=loader, train_cfg=dict(by_epoch=False, max_iters=8), default_hooks=dict(checkpoint=None)
+    )
+    trained, _ = run(tmp_path, data, **options, custom_hooks=[SaveEvery({3}), Back()])
+    assert [indices[0] for indices in trained] == [0, 4, 8, 12, 16, 0, 4, 8, 12, 16, 0]
 
 
 # What is refused

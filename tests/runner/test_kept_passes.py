@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from flextrain.core.base.errors import DataError
 from flextrain.runner.data.dataloaders import TrainData
 from flextrain.runner.data.streams.divided_streams import KeptPasses
 
-from .training import built_loader
+from .training import built_loader, refuses
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -69,6 +70,30 @@ class Late(Ending):
         self.begin, self.epoch = state["position"], state["epoch"]
 
 
+class Live(Ending):
+    """Its state is what it works with, and not a copy; so is what it was given."""
+
+    def __init__(self, *lengths: int) -> None:
+        super().__init__(*lengths)
+        self.now: dict[str, Any] = {"position": [0], "epoch": 0}
+
+    def set_epoch(self, epoch: int) -> None:
+        self.now["epoch"] = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        first, length = self.of_worker()
+        while self.now["position"][0] < length:
+            self.now["position"][0] += 1
+            yield first + 100 * self.now["epoch"] + self.now["position"][0] - 1
+        self.now["position"][0] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.now
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.now = state
+
+
 def data(source: Ending, shard: tuple[int, int], batch: int, **loader: Any) -> TrainData:
     given = dict(dataset=source, batch_size=batch, collate_fn=list, shard=True, **loader)
     return TrainData(built_loader(given, shard, True), 1, seed=0, shard=shard)
@@ -104,7 +129,7 @@ def check_every_cut(make: Any, passes: int = 3) -> list[list[int]]:
     return [batch for _, _, batch in whole]
 
 
-@pytest.mark.parametrize("kind", [Ending, Resetting, Late])
+@pytest.mark.parametrize("kind", [Ending, Resetting, Late, Live])
 @pytest.mark.parametrize("batch", [2, 3, 4, 5, 7])
 @pytest.mark.parametrize("shard", [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)])
 def test_every_position_of_every_pass(kind: type[Ending], batch: int, shard: tuple[int, int]) -> None:
@@ -117,7 +142,7 @@ def test_every_position_of_every_pass(kind: type[Ending], batch: int, shard: tup
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", [Ending, Resetting, Late])
+@pytest.mark.parametrize("kind", [Ending, Resetting, Late, Live])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_workers_whose_shares_are_unequal(kind: type[Ending], keeps: bool) -> None:
     """A worker that has ended its pass does not begin anew within it; one that is kept is told the next epoch."""
@@ -125,6 +150,32 @@ def test_workers_whose_shares_are_unequal(kind: type[Ending], keeps: bool) -> No
     found = check_every_cut(lambda: data(kind(2, 5), (0, 1), 2, num_workers=2, persistent_workers=keeps), passes=2)
     numbers = [*range(2), *range(1000, 1005)]
     assert sorted(chain(*found)) == sorted(100 * epoch + number for epoch in range(2) for number in numbers)
+
+
+@pytest.mark.parametrize("kind", [Ending, Resetting, Late, Live])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_pass_that_an_exception_has_ended_goes_on(kind: type[Ending], resumed: bool) -> None:
+    """Where training goes on in the same process, as it may after Ctrl-C in a notebook."""
+    whole = list(read(data(kind(7), (0, 1), 1), 2))
+    own, begin = data(kind(7), (0, 1), 1), 0
+    if resumed:
+        list(islice(read(own, 2), begin := 2))
+        saved, own = own.loader_state(), data(kind(7), (0, 1), 1)
+        own.load_loader_state(saved, begin, begins=False)
+    for end in (begin + 2, begin + 3, len(whole)):
+        reading = read(own, 2, 0, begin)
+        assert list(islice(reading, end - begin)) == whole[begin:end]
+        reading.close()
+        begin = end
+
+
+def test_a_pass_in_which_an_update_was_not_finished_does_not_go_on() -> None:
+    """Its batch was read, and the stream cannot go back."""
+    own = data(Resetting(7), (0, 1), 1)
+    list(islice(read(own, 1), 3))
+    with refuses(DataError, exactly="train_dataloader: Resetting was left after 3 batches, of which 2 were trained on, and cannot go back; "
+        "runner.resume(path) goes on from a checkpoint"):  # fmt: skip
+        next(read(own, 1, 0, 2))
 
 
 def test_a_worker_that_is_no_fork_has_a_copy() -> None:

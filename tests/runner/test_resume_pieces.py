@@ -309,6 +309,43 @@ def test_keys_of_hooks_may_have_slashes(tmp_path: Path) -> None:
     torch.testing.assert_close(again.state, notes.state, rtol=0, atol=0)
 
 
+class Best(Notes):
+    """Keeps the best weights, which are the model's own before there are any, and a number whose dtype changes."""
+
+    def before_run(self, runner: Any) -> None:
+        self.state = {"weights": runner.strategy.module.state_dict(), "loss": torch.tensor(0), "seen": torch.zeros(0)}
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        if runner.iter == 1:
+            weights = {name: tensor.clone() for name, tensor in runner.strategy.module.state_dict().items()}
+            self.state = {"weights": weights, "loss": outputs["loss"].detach(), "seen": torch.ones(3)}
+
+
+class Counting(Hook):
+    """Has a state, and relies on its being filled."""
+
+    def __init__(self) -> None:
+        self.count = torch.zeros(1)
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+
+def test_what_a_hook_has_before_it_is_loaded_is_not_written_to(tmp_path: Path) -> None:
+    """It may be the model's own, and need not have the dtype or shape that it had later."""
+    best, again, counting = Best(), Best(), Counting()
+    runner = make_runner(tmp_path, custom_hooks=[best, Counting()])
+    runner.train()
+    resumed = make_runner(tmp_path, custom_hooks=[again, counting])
+    resumed.resume(runner.save_checkpoint(tmp_path, "a"))
+    assert differences(whole_state(resumed), whole_state(runner)) == []
+    torch.testing.assert_close(again.state, best.state, rtol=0, atol=0)
+    assert counting.count.tolist() == [21]
+
+
 def test_keys_of_hooks_have_to_be_text(tmp_path: Path) -> None:
     notes = Notes()
     notes.state = {"by_layer": {3: torch.ones(2)}}

@@ -239,6 +239,22 @@ def test_truncated_archives(tmp_path: Path) -> None:
         TarFiles(tmp_path / "twice.tar")
 
 
+def test_an_archive_behind_the_end_of_another(tmp_path: Path) -> None:
+    """As ``cat`` joins them; readers of tar files stop at the first end, and nobody would miss the samples behind it."""
+    for number in range(2):
+        write_tar(tmp_path / f"{number}.tar", rows(2 * number, 2 * number + 2))
+    first, second = ((tmp_path / f"{number}.tar").read_bytes() for number in range(2))
+    both = tmp_path / "both.tar"
+    both.write_bytes(first + second)
+    with pytest.raises(
+        DataError,
+        match=rf"both.tar: has more behind its end, at byte {len(first)}; give archives that were joined one by one",
+    ):
+        TarFiles(both)
+    both.write_bytes(first + bytes(2**20))
+    assert len(TarFiles(both)) == 2
+
+
 def test_long_names_and_folders_in_archives(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     names = [

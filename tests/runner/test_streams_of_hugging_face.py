@@ -21,7 +21,7 @@ from flextrain.runner.data.user_loaders import why_not_by_state
 from flextrain.testing import WorkerGroup
 
 from ..hugging_face.test_datasets import train
-from .training import data_workers, log_lines, refuses
+from .training import change_values, data_workers, log_lines, refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*shuffle buffer.*")
 
@@ -92,6 +92,32 @@ def test_a_stream_that_is_resumed_three_times(tmp_path: Path, name: str) -> None
     whole = train_in_parts(tmp_path / "whole", name, [15])
     assert len(whole) == 30
     assert train_in_parts(tmp_path / "parts", name, [3, 4, 9, 15]) == whole
+
+
+@pytest.mark.parametrize("saved", [3, 12], ids=["within a pass", "at its end"])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=[pytest.mark.processes, pytest.mark.full])])
+def test_an_older_checkpoint_has_the_state_of_the_stream_alone(tmp_path: Path, saved: int, workers: int) -> None:
+    whole = train_in_parts(tmp_path / "whole", "rows", [15], workers)
+    first = train_in_parts(tmp_path / "parts", "rows", [saved], workers)
+    change_values(tmp_path / "parts" / f"iter_{saved}", as_written_before_passes_were_kept)
+    rest = train(tmp_path / "parts", rows().with_format("torch"), updates=15, resume=True, **data_workers(workers))
+    assert first + rest == whole
+
+
+def as_written_before_passes_were_kept(values: Any) -> None:
+    """Put the stream's state in the place of that of its passes."""
+    changed: list[bool] = []
+
+    def changed_to(packed: Any) -> Any:
+        if isinstance(packed, dict) and [key for key, _ in packed.get("dict", ())] == ["state", "stage"]:
+            changed.append(True)
+            return packed["dict"][0][1]
+        if isinstance(packed, dict):
+            return {key: changed_to(item) for key, item in packed.items()}
+        return [changed_to(item) for item in packed] if isinstance(packed, list) else packed
+
+    values["loader"] = changed_to(values["loader"])
+    assert changed
 
 
 @pytest.mark.full

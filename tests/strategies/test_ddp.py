@@ -405,7 +405,7 @@ def state_keys(options: dict[str, Any]) -> list[str]:
     keys = list(strategy.state())
     assert same_everywhere(strategy)
     strategy.leave()
-    torch._dynamo.reset()
+    torch.compiler.reset()
     return keys
 
 

@@ -51,6 +51,32 @@ def test_losses_and_gradients_are_those_without(how: dict[str, Any], model: dict
     assert not alive()
 
 
+class Turned(nn.Module):
+    """Saves complex tensors together with their conjugates, which share their memory, and negatives that are views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x @ self.weight / 32
+        parts = z * torch.complex(z.conj().imag * z.real, z.imag)
+        return parts * z * z.conj() + z.conj() @ z
+
+
+@pytest.mark.parametrize("how", [ALONE, dict(offload=True)], ids=named)
+def test_conjugates_share_memory_and_have_other_values(how: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Turned(), Turned())
+    x = torch.randn(32, 32, dtype=torch.complex128)
+    found = []
+    for model in (plain, prepared(plain, dict(classes=["Turned"], **how))):
+        model(x).abs().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(found[1], found[0])
+    assert found[0][0].abs().max() > 0  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("how", [ALONE, dict(offload=True), dict(offload=True, policy="matmuls")], ids=named)
 def test_backward_twice_of_another_order_and_of_gradients(how: dict[str, Any]) -> None:
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flextrain import SingleDeviceStrategy, StrategyError
 from flextrain.strategies.selective import keeps_attention, keeps_matmuls
+from flextrain.testing import WorkerGroup
+
+from ..runner.training import DDP, FSDP, Net, Samples, make_runner
 
 SIZE = 32
 
@@ -84,11 +88,11 @@ def gradients(model: nn.Module, seed: int = 1) -> list[Tensor]:
 
 def same(model: nn.Module, how: Any, **options: Any) -> None:
     expected = gradients(prepared(model, None, **options))
-    torch._dynamo.reset()
+    torch.compiler.reset()
     found = prepared(model, how, **options)
     for _ in range(2):
         torch.testing.assert_close(gradients(found), expected, rtol=0, atol=0)
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def products(operation: Any) -> bool:
@@ -112,6 +116,79 @@ def named(value: object) -> str:
 def test_losses_and_gradients_are_those_without(how: Any, model: dict[str, Any]) -> None:
     torch.manual_seed(0)
     same(Layers(**model), how)
+
+
+class Counted(nn.Module):
+    """With running statistics, and a count that it makes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.norm(self.linear(x)).tanh()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", [dict(), "matmuls", dict(offload=True)], ids=named)
+def test_what_forward_writes_to_is_written_once(how: Any) -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(Counted(), Counted()), torch.randn(8, SIZE)
+    found = []
+    for given in (None, how):
+        model = prepared(plain, given)
+        for _ in range(2):
+            model(x).sum().backward()
+        found.append([*(p.grad for p in model.parameters()), *model.buffers()])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        )
+
+
+def buffers_of_a_run(folder: str, strategy: dict[str, Any], how: Any) -> dict[str, Tensor]:
+    wrapper = dict(optimizer=dict(type="SGD", lr=0.1), accumulative_counts=2)
+    data = dict(batch_size=4, dataset=Samples(32), collate_fn="default_collate")
+    given = dict(strategy={**strategy, "activation_checkpointing": how}, optim_wrapper=wrapper, train_dataloader=data)
+    runner = make_runner(folder, model=Normed, train_cfg=dict(max_epochs=1), **given)
+    runner.train()
+    found = {name: buffer.clone() for name, buffer in runner.strategy.module.named_buffers()}
+    runner.close()
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", [DDP, FSDP, dict(type="MeshStrategy", pp=2)], ids=named)
+def test_so_it_is_on_several_processes(workers2: WorkerGroup, tmp_path: Path, strategy: dict[str, Any]) -> None:
+    plain, again = (
+        workers2.run(buffers_of_a_run, f"{tmp_path}/{how is None}", strategy, how)
+        for how in (None, dict(classes=["Linear", "BatchNorm1d"]))
+    )
+    for found, expected in zip(again, plain, strict=True):
+        assert expected
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.processes  # torch 2.6 starts the compiler for it
+def test_so_it_is_compiled() -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(Counted(), Counted()), torch.randn(8, SIZE)
+    found = []
+    for given in (None, {}):
+        torch.compiler.reset()
+        model = prepared(plain, given, compile=dict(backend="aot_eager"))
+        for _ in range(2):
+            model(x).sum().backward()
+        found.append([*(p.grad for p in model.parameters()), *model.buffers()])
+    torch.compiler.reset()
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.processes  # torch 2.6 starts the compiler for it

@@ -359,7 +359,7 @@ def test_several_optimizers_keep_their_own(tmp_path: Path) -> None:
     ids=["classes", "check_fn", "compile", "both"],
 )
 def test_options_change_no_key_and_no_number(options: dict[str, Any]) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model = Mlp()
     batch = Mlp.sample(8, 0)
     plain, plain_called, plain_optim = prepared(copy.deepcopy(model))
@@ -371,7 +371,7 @@ def test_options_change_no_key_and_no_number(options: dict[str, Any]) -> None:
         optim.update_params(losses[1])
     assert other.state().keys() == plain.state().keys()
     assert list(other.module.state_dict()) == list(plain.module.state_dict())
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 class Part(nn.Module):
@@ -397,7 +397,7 @@ class OwnStep(nn.Module):
 
 
 def test_the_parts_of_a_model_with_its_own_step_are_compiled() -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -408,7 +408,7 @@ def test_the_parts_of_a_model_with_its_own_step_are_compiled() -> None:
     model.train_step(torch.ones(1, 2), optim)
     assert len(compiled) == 1
     assert list(strategy.module.state_dict()) == ["net.weight"]
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize(

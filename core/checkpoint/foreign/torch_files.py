@@ -244,6 +244,7 @@ class StoredTensor:
         shape: sizes of the dimensions.
         stride: strides, in elements.
         kind: "strided", or another kind of tensor; only strided ones can be read.
+        marks: "conj" and "neg", if torch conjugates and negates the elements when they are read.
     """
 
     storage: Storage
@@ -252,6 +253,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     kind: str = "strided"
+    marks: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -321,7 +323,9 @@ class TorchFile:
             if begin % stored.dtype.itemsize:  # the old format does not align tensors
                 part = part.clone()
             flat = part[: part.numel() // stored.dtype.itemsize * stored.dtype.itemsize].view(stored.dtype)
-            return flat.as_strided(stored.shape, stored.stride, flat.storage_offset() + stored.offset)
+            view = flat.as_strided(stored.shape, stored.stride, flat.storage_offset() + stored.offset)
+            view = view.conj() if "conj" in stored.marks else view
+            return view.neg() if "neg" in stored.marks else view
 
         return tensor
 
@@ -404,10 +408,16 @@ class TorchFile:
         return _MADE.get(name) or (self._tensor if name in _TENSORS else None) or (Inert if _inert(name) else None)
 
     def _tensor(self, storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> StoredTensor:
-        """Called instead of torch's functions that make a tensor of a storage; version 3 also passes the dtype."""
+        """Called instead of torch's functions that make a tensor of a storage; version 3 also passes the dtype.
+
+        The last argument, a dict, has torch's marks of lazy conjugation and negation.
+        """
         named = (_DTYPES[part.name] for part in rest if isinstance(part, Named) and part.name in _DTYPES)
         dtype = next(named, storage.dtype)
-        stored = StoredTensor(storage, dtype, offset, tuple(shape), tuple(stride))
+        marks = frozenset(
+            mark for mark in ("conj", "neg") for part in rest if isinstance(part, dict) and part.get(mark)
+        )
+        stored = StoredTensor(storage, dtype, offset, tuple(shape), tuple(stride), marks=marks)
         if not stored.is_inside(max(self.size, _EXPANDED_BYTES)):
             raise CheckpointError(f"a tensor of shape {list(shape)[:8]} exceeds the {self.size} bytes of the file")
         return stored

@@ -16,6 +16,7 @@ from ....core.base.registry import DATASETS
 from .file_source import Arrays, FileSource, OpenBytes, index_of, refuse_compressed
 
 _BLOCK = 512
+_CHUNK = 2**20
 
 
 class _TarReader(OpenBytes):
@@ -71,7 +72,7 @@ class TarFiles(FileSource):
         return len(self._index(path)["ends"])
 
     def _index(self, path: Path) -> Arrays:
-        return index_of(path, "members 1", lambda: _members(path), self.index_dir)
+        return index_of(path, "members 2", lambda: _members(path), self.index_dir)
 
     def _open(self, path: Path) -> Any:
         return _TarReader(path, self._index(path))
@@ -147,6 +148,11 @@ def _members(path: Path) -> Arrays:
             raise DataError(
                 f"{path}: is no whole tar archive, there are {len(rest)} bytes of no member at byte {after}"
             )
+        while rest := file.read(_CHUNK):
+            if more := rest.lstrip(b"\0"):
+                raise DataError(
+                    f"{path}: has more behind its end, at byte {file.tell() - len(more)}; give archives that were joined one by one"
+                )
     return _arrays(names, offsets, sizes, [*ends[1:], len(names)] if ends else [])
 
 

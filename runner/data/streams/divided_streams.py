@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import importlib
 import logging
@@ -179,7 +180,8 @@ class KeptPasses(IterableDataset[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the dataset's state, and how far the pass is."""
-        state = self.dataset.state_dict() if self._restored is _NONE else self._restored
+        # A copy: a stream may give what it works with, and torchdata compares the state with that of the batch before.
+        state = copy.deepcopy(self.dataset.state_dict()) if self._restored is _NONE else self._restored
         return {"state": state, "stage": self._stage}
 
     def load_state_dict(self, state: Any) -> None:
@@ -187,7 +189,7 @@ class KeptPasses(IterableDataset[Any]):
         is_kept = isinstance(state, dict) and set(state) == {"state", "stage"}
         self._loaded, self._stage = (state["state"], state["stage"]) if is_kept else (state, "within")
         self._restored = self._loaded
-        self.dataset.load_state_dict(self._loaded)
+        self.dataset.load_state_dict(copy.deepcopy(self._loaded))  # and may work with what it was given
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ....core.base.errors import StrategyError
 from ....core.torch_compat.attention_private import AttentionKernel, attention_kernel, takes_groups
-from .batches import SequenceShards
+from .batches import CutBatch, SequenceShards
 from .masks import CAUSAL, AttentionBlock, BatchMasks, Mask
 from .scores import USUAL, Scores, accumulated, attention_with_dropout, block_by_hand, block_by_hand_backward
 
@@ -404,7 +404,10 @@ class SequenceAttention:
         is_apart: each position attends to itself alone, to find what else combines positions.
         dtype, device: of the last call.
         length: number of positions of the batch of the forward that is running; None outside of updates and evaluations.
+        documents, is_full: of that batch, see CutBatch.
         masks: of that forward.
+        is_compared: the forward is compared with one process.
+        has_documents: one that was compared kept several documents of a sequence apart, on some process.
     """
 
     def __init__(self, kind: str, mesh: DeviceMesh) -> None:
@@ -416,6 +419,8 @@ class SequenceAttention:
         self.is_apart = False
         self.dtype, self.device = torch.float32, torch.device(mesh.device_type)
         self.length: int | None = None
+        self.documents: Tensor | None = None
+        self.is_full = self.is_compared = self.has_documents = False
         self.masks = BatchMasks()
 
     def shards(self, length: int) -> SequenceShards:
@@ -435,9 +440,26 @@ class SequenceAttention:
         """
         return self._attend(query, key, value, mask, scale, dropout, source, scores)
 
+    def begin(self, batch: CutBatch) -> None:
+        """Take what belongs to the forward of a batch."""
+        self.length, self.documents, self.is_full = batch.shards.length, batch.documents, batch.is_full
+
+    def separate_documents(self) -> None:
+        """Note that a forward keeps documents apart.
+
+        Raises:
+            StrategyError: none did that was compared with one process.
+        """
+        if not (self.is_compared or self.has_documents):
+            raise StrategyError(
+                "batch: has several documents in a sequence, whose positions begin again, and the batch that strategy.cp compared with "
+                "one process had none, so that nothing shows whether the model keeps them apart; let the first batch have some"
+            )
+        self.has_documents = True
+
     def end(self) -> None:
         """Let go of what belongs to the forwards of an update or evaluation."""
-        self.length, self.masks = None, BatchMasks()
+        self.length, self.documents, self.is_full, self.masks = None, None, False, BatchMasks()
 
     def stay_uncompiled(self) -> None:
         """Let a compiled model call this as it is: each of its messages and tiles would be compiled for itself."""

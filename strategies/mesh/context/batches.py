@@ -81,6 +81,8 @@ class CutBatch(dict[str, Any]):
         is_weighed: ``loss_weight`` has been asked. One that counts labels is not, of a batch without any, such as one to predict.
         is_sum: the loss is a sum divided by a number that the batch has, no mean over this shard.
         is_void: no target of this shard counts, but some of the batch do: the loss has factor 0.
+        documents: (samples or 1, length), the number of each position's document, if the model is given no mask; None: a sequence has one.
+        is_full: the batch has a mask, and no padding.
     """
 
     whole: Mapping[str, Any]
@@ -94,6 +96,8 @@ class CutBatch(dict[str, Any]):
     is_weighed: bool
     is_sum: bool
     is_void: bool
+    documents: Tensor | None
+    is_full: bool
 
     @property
     def factor(self) -> float:
@@ -138,7 +142,7 @@ class SequenceBatches:
             raise ConfigError(
                 f"batch: is {type(batch).__name__}, cp={self._count} needs a dict, whose keys say what is a sequence"
             )
-        whole = self._completed(batch)
+        whole, documents = self._completed(batch)
         dims = {key: dim for key in whole if (dim := self._dim(key)) is not None and isinstance(whole[key], Tensor)}
         lengths = {key: self._length(key, whole[key], dim) for key, dim in dims.items()}
         main = next(iter(lengths))
@@ -149,6 +153,7 @@ class SequenceBatches:
         for key, dim in dims.items():
             cut[key] = shards.cut(whole[key], dim, self.index).contiguous()
         cut.whole, cut.shards, cut.dim, cut.dims = batch, shards, dims[main] % whole[main].ndim, dims
+        cut.documents, cut.is_full = documents, self.of_transformers and _is_full(whole.get("attention_mask"))
         cut.size = whole[main].shape[0] if cut.dim else None
         cut.is_sum = self.divides and cut.get("num_items_in_batch") is not None
         ignoring = self._ignoring(whole, dims)
@@ -242,9 +247,9 @@ class SequenceBatches:
     def _is_shifted(self, batch: Mapping[str, Any]) -> bool:
         return self.shifts and batch.get("labels") is not None
 
-    def _completed(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The batch with true positions, shifted labels, and masks of one kind."""
-        whole = dict(batch)
+    def _completed(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
+        """The batch with true positions, shifted labels, and a mask of bool, and its documents, see CutBatch."""
+        whole, documents = dict(batch), None
         known = [
             key for key, value in whole.items()
             if isinstance(value, Tensor) and self._dim(key) is not None and key != self.positions
@@ -263,33 +268,36 @@ class SequenceBatches:
             labels = functional.pad(whole["labels"], (0, 1), value=IGNORED)
             whole["labels"] = labels[:, 1:]
         if self.of_transformers:
-            self._mask(whole)
+            documents = self._documents(whole.get(self.positions or "position_ids"))
+            self._mask(whole, length)
             if whole.get("use_cache"):
                 raise ConfigError(
                     'batch["use_cache"]: True is not possible with cp, whose processes have a shard of each cache'
                 )
         if self.positions is not None and whole.get(self.positions) is None:
             whole[self.positions] = torch.arange(length, device=main.device)[None]
-        return whole
+        return whole, documents
 
-    def _mask(self, whole: dict[str, Any]) -> None:
-        """Replace masks and restarting positions by one entry that stays whole, or by none if all attend to all."""
-        mask, positions = whole.pop("attention_mask", None), whole.get("position_ids")
-        if mask is not None:
-            if mask.ndim != 2:
-                raise ConfigError(
-                    f'batch["attention_mask"]: has {mask.ndim} dimensions, cp needs (samples, positions) with 0 for padding'
-                )
-            if not bool(mask.all()):
-                whole["attention_mask"] = mask != 0
-        elif isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] > 1:
-            restarts = torch.diff(positions, dim=-1) != 1
-            if bool(restarts.any()):  # transformers separates them, as several documents in one sequence
-                numbers = functional.pad(restarts.long().cumsum(-1), (1, 0)) + 1
-                size = next(
-                    value.shape[0] for key in ("input_ids", "inputs_embeds") if (value := whole.get(key)) is not None
-                )
-                whole["attention_mask"] = numbers.expand(size, -1)
+    def _mask(self, whole: dict[str, Any], length: int) -> None:
+        """Make the mask one of bool, which stays whole."""
+        mask = whole.get("attention_mask")
+        if mask is None:
+            return
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            given = f"has {mask.ndim} dimensions" if isinstance(mask, Tensor) else f"is {type(mask).__name__}"
+            raise ConfigError(f'batch["attention_mask"]: {given}, cp needs (samples, positions) with 0 for padding')
+        if mask.shape[1] != length:
+            raise StrategyError(
+                f'batch["attention_mask"]: has {mask.shape[1]} positions and the sequences have {length}, cp needs the same'
+            )
+        whole["attention_mask"] = mask != 0
+
+    def _documents(self, positions: Any) -> Tensor | None:
+        """The documents that transformers finds where positions begin again."""
+        if not isinstance(positions, Tensor) or positions.ndim != 2:
+            return None
+        restarts = torch.diff(positions, dim=-1) != 1
+        return functional.pad(restarts.long().cumsum(-1), (1, 0)) if bool(restarts.any()) else None
 
     def _length(self, key: str, value: Tensor, dim: int) -> int:
         if not -value.ndim <= dim < value.ndim:
@@ -323,6 +331,10 @@ class SequenceBatches:
         names = ["shift_labels"] if isinstance(whole.get("shift_labels"), Tensor) else list(dims)
         found = (key for key in names if not whole[key].is_floating_point() and key != self.positions)
         return next((key for key in found if bool((whole[key] == IGNORED).any())), None)
+
+
+def _is_full(mask: Tensor | None) -> bool:
+    return mask is not None and bool(mask.all())
 
 
 def _counted(targets: Tensor, dim: int) -> Tensor:

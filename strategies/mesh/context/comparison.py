@@ -520,7 +520,7 @@ class OneProcessComparison:
             loss = step.forward(cut)[0]
             loss = loss * factor if factor else loss.nan_to_num() * 0.0
             gradients = differentiated(self._model, loss, self._mesh.get_group())
-        self._has_documents = _has_documents(cut)
+        self._note_documents(cut)
         both = torch.stack([loss.detach(), expected.detach()]).double()
         torch.distributed.all_reduce(both, group=self._mesh.get_group())
         value, right = (both / self._mesh.size()).tolist()
@@ -540,7 +540,7 @@ class OneProcessComparison:
             self._follow(cut, lambda: step.predict(cut))
         self._check_calls()
         self._raise_found()
-        self._has_documents = _has_documents(cut)
+        self._note_documents(cut)
         with torch.no_grad(), self._uncut(), trying(self._model):
             expected = step.predict(whole)
         with torch.no_grad(), self._together(cut), trying(self._model):
@@ -570,6 +570,10 @@ class OneProcessComparison:
         finally:
             self._attention.is_apart = False
 
+    def _note_documents(self, cut: CutBatch) -> None:
+        self._has_documents = cut.documents is not None and cut.get("attention_mask") is None
+        self._attention.has_documents = any(dist.all_gather_object(self._attention.has_documents))
+
     def _may_cut(self) -> bool:
         """Whether what runs may take some positions: a loss that shifts labels, and the sending of tokens to experts."""
         return any(adapted.is_in_loss for adapted in self._adapted) or any(each.is_running for each in self._dispatches)
@@ -585,9 +589,13 @@ class OneProcessComparison:
 
     @contextmanager
     def _together(self, cut: CutBatch) -> Iterator[None]:
-        self._attention.length = cut.shards.length
-        with self._interception.everywhere():
-            yield
+        self._attention.begin(cut)
+        self._attention.is_compared = True
+        try:
+            with self._interception.everywhere():
+                yield
+        finally:
+            self._attention.is_compared = False
 
     @contextmanager
     def _uncut(self) -> Iterator[None]:
@@ -638,12 +646,6 @@ class OneProcessComparison:
             raise StrategyError(
                 f"model: over strategy.cp={self._mesh.size()} processes {what} of one process; {self._cause}"
             )
-
-
-def _has_documents(cut: CutBatch) -> bool:
-    """Whether there are several documents in a sequence, see SequenceBatches."""
-    mask = cut.get("attention_mask")
-    return isinstance(mask, Tensor) and mask.dtype != torch.bool
 
 
 def _short(value: Any) -> Any:

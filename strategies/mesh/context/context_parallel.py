@@ -223,11 +223,12 @@ class Context(Axis):
                 "strategy.cp: the first batch was not compared with one process that has all positions; a real run compares it, and "
                 "refuses a model that cannot be cut"
             )
-            self._intercepts = self._may_attend
+            self._intercepts, self._attention.has_documents = self._may_attend, True
         else:
             try:
                 with _repeating():
-                    self._comparison.of_training(window[0], step)
+                    first = next((batch for batch in window if batch.documents is not None), window[0])
+                    self._comparison.of_training(first, step)
             finally:
                 self._attention.end()
             self._compared()
@@ -255,7 +256,7 @@ class Context(Axis):
             self._comparison.of_evaluation(batch, step)
             self._is_evaluation_compared = True
             self._compared()
-        self._attention.length = batch.shards.length
+        self._attention.begin(batch)
         try:
             with self._attending():
                 outputs = inner(batch, step)
@@ -312,13 +313,13 @@ class _Scaled:
             loss, logs = self.forward(batch)
             self._step.backward(loss * 0.0, index)
         else:
-            self._attention.length = batch.shards.length
+            self._attention.begin(batch)
             logs = self._step.run(batch, index)
         return self._scaled(logs, self._factors[index])
 
     def forward(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """See TrainStep."""
-        self._attention.length = batch.shards.length
+        self._attention.begin(batch)
         return self._step.forward(batch)
 
     def backward(self, loss: Tensor, index: int) -> None:

@@ -19,7 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from ....core.base.errors import StrategyError
 from ....core.comm.rendezvous import each_process_has
-from ....core.hugging_face.transformers_private import attention_implementation, bloom_layers, bloom_slopes
+from ....core.hugging_face.transformers_private import (
+    attention_implementation,
+    bloom_layers,
+    bloom_slopes,
+    called_by_keywords,
+)
 from ....core.torch_compat.torch_private import Both, repeating_in, with_values
 from ..axis import replace_forward
 from .attention import SequenceAttention
@@ -120,16 +125,22 @@ class TransformersModel:
             self.cut(False)
             return None
         if args:
-            bound = inspect.signature(self.model.forward).bind(*args, **kwargs)
-            kwargs = {**bound.kwargs, **{name: bound.arguments[name] for name in list(bound.arguments)[: len(args)]}}
-        attention, numbers = self._attention, kwargs.get("attention_mask")
-        added: dict[str, Tensor] = {}
-        if isinstance(numbers, Tensor):
-            numbers = numbers.full_tensor() if isinstance(numbers, DTensor) else numbers
-            # See SequenceBatches: documents have numbers from 1, otherwise the mask is of bool.
-            added = {"keys" if numbers.dtype == torch.bool else "documents": numbers}
-        attention.masks = BatchMasks(**added, averages=self._before == "eager", length=attention.length)
+            kwargs = called_by_keywords(self.model, args, kwargs)
+        attention, mask = self._attention, kwargs.get("attention_mask")
         given = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+        keys = documents = None
+        if mask is not None and not attention.is_full:
+            if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] != attention.length:
+                shape = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
+                raise StrategyError(
+                    f"model: {type(self.model).__name__} is given a mask of {shape}, with cp it has to be that of the batch, of (samples, "
+                    f"{attention.length}) for whole sequences"
+                )
+            keys = (mask.full_tensor() if isinstance(mask, DTensor) else mask).bool()
+        elif mask is None and attention.documents is not None and kwargs.get("position_ids") is not None:
+            attention.separate_documents()
+            documents = attention.documents.to(given.device, non_blocking=True).expand(given.shape[0], -1)
+        attention.masks = BatchMasks(keys, documents, self._before == "eager", attention.length)
         # Without a mask transformers takes positions that do not follow each other for several documents.
         ones = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device)
         _running.append(attention)

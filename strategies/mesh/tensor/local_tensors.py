@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from ....core.base.errors import StrategyError
 from ....core.base.trees import tree_map_only
+from ....core.model.logits import is_deferred
 from ....core.torch_compat.dtensor_private import gradient_of, local_tensor
 from ....core.torch_compat.torch_private import (
     has_values,
@@ -415,6 +416,8 @@ def why_not_local(model: nn.Module, styles: Mapping[str, Style], size: int) -> s
     planned = {id(p) for name in styles for p in model.get_submodule(name).parameters(recurse=False)}
     for name, module in model.named_modules():
         style = styles.get(name)
+        if style is not None and is_deferred(module):
+            return f"ChunkedLoss computes {name} after its forward"
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             where = f"model.{name}.{key}"
             if style is None and id(parameter) in planned:

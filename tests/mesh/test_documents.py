@@ -1,0 +1,145 @@
+"""Packed documents under context parallelism, however a model is given them, are those of one device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flextrain import MeshStrategy
+from flextrain.core.base.errors import StrategyError
+from flextrain.core.comm import collectives as dist
+from flextrain.strategies.mesh.context.batches import SequenceBatches, SequenceShards
+from flextrain.testing import WorkerGroup
+from flextrain.testing.loop import train
+
+from ..device import DEVICE
+from .cutting import adamw, language_loss, packed, padded, same_training
+from .models import LENGTH, Batch, of_transformers, sample
+
+FULL = pytest.mark.full
+
+
+class ByPosition(nn.Module):
+    """Names its inputs itself, and gives them to a model of transformers by position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: Any = of_transformers("llama")
+        self.model.loss_function = language_loss
+
+    def forward(self, input_ids: Tensor, where: Tensor, labels: Tensor | None = None) -> Any:
+        return self.model(input_ids, None, where, labels=labels)
+
+
+class Asking(nn.Module):
+    """Has to be given a mask, which it may give to a model of transformers."""
+
+    def __init__(self, uses_mask: bool) -> None:
+        super().__init__()
+        self.model: Any = of_transformers("llama")
+        self.model.loss_function = language_loss
+        self.uses_mask = uses_mask
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, labels: Tensor | None = None
+    ) -> Any:
+        return self.model(input_ids, attention_mask if self.uses_mask else None, position_ids, labels=labels)
+
+
+def _where(batch: Batch, seed: int) -> Batch:
+    batch = packed(batch, seed)
+    return {"where": batch.pop("position_ids"), **batch}
+
+
+def _some_masked(batch: Batch, seed: int) -> Batch:
+    """Documents beside a mask are one, on one device too; the mask is of ones in every other batch."""
+    masked = padded(packed(batch, seed), seed)
+    return {**masked, "attention_mask": masked["attention_mask"] | seed % 2}
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Batch, int], Batch]]] = {
+    "by position": (ByPosition, _where),
+    "mask": (functools.partial(Asking, True), _some_masked),
+    "mask without use": (functools.partial(Asking, False), _some_masked),
+}
+RECOMPUTED = dict(activation_checkpointing=dict(classes=["LlamaForCausalLM"]))
+CASES = [
+    pytest.param("by position", dict(cp_kind="ring", cp_positions="where", **RECOMPUTED), id="by position-recomputed"),
+    pytest.param("by position", dict(cp_kind="ulysses", cp_positions="where"), id="by position", marks=FULL),
+    pytest.param("mask", dict(cp_kind="ring"), id="mask"),
+    pytest.param("mask without use", dict(cp_kind="ring"), id="mask without use", marks=FULL),
+]
+
+
+def trained(name: str, options: dict[str, Any]) -> None:
+    """In a worker: two updates on one device, and under a mesh."""
+    same_training(name, dict(options, cp=2), models=MODELS, updates=2)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name, options", CASES)
+def test_as_on_one_device(workers2: WorkerGroup, name: str, options: dict[str, Any]) -> None:
+    workers2.run(trained, name, options)
+
+
+# A later batch
+
+
+def later(kind: str) -> str:
+    """In a worker: what is said of a second update that has several documents in a sequence, which the first had not."""
+    torch.set_num_threads(1)
+    strategy = MeshStrategy(device=DEVICE, cp=2)
+    strategy.join()
+    model, optim = strategy.setup(of_transformers("llama"), adamw(1))
+    first = sample("llama", 4, 0)
+    second = packed(first, 0)
+    windows = [[first], [second]] if kind == "none before" else [[second], [first], [second]]
+    message = ""
+    try:
+        train(strategy, model, optim, windows)  # type: ignore[arg-type]
+    except StrategyError as error:
+        message = str(error)
+    strategy.leave()
+    dist.destroy_process_group()
+    return message
+
+
+@pytest.mark.distributed
+def test_documents_that_the_compared_batch_did_not_have(workers2: WorkerGroup) -> None:
+    for message in workers2.run(later, "none before"):
+        assert message.startswith(
+            "batch: has several documents in a sequence, whose positions begin again, and the batch that"
+        )
+    assert workers2.run(later, "some before") == ["", ""]
+
+
+# Where documents begin
+
+
+def documents(positions: Tensor) -> Tensor | None:
+    """What is found in a batch of three sequences."""
+    batches = SequenceBatches(
+        {}, "position_ids", lambda length: SequenceShards(length, 2, True), 1, of_transformers=True
+    )
+    return batches.cut({"input_ids": torch.zeros(3, LENGTH, dtype=torch.long), "position_ids": positions}).documents
+
+
+def test_where_documents_begin() -> None:
+    one = torch.arange(LENGTH)
+    several = torch.cat(
+        [torch.arange(count) for count in (4, 1, 7, 4)]
+    )  # two begin at a boundary of shards, one is a token
+    numbers = torch.repeat_interleave(torch.arange(4), torch.tensor([4, 1, 7, 4]))
+    assert documents(one[None]) is None
+    assert documents(one[None] + 5) is None
+    found = documents(several[None])
+    assert found is not None
+    assert torch.equal(found, numbers[None])  # for all sequences
+    found = documents(torch.stack([one, several, one]))
+    assert found is not None
+    assert torch.equal(found, torch.stack([0 * one, numbers, 0 * one]))
