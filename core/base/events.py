@@ -137,7 +137,11 @@ def append_event(work_dir: str | os.PathLike[str], event: str, **facts: Any) -> 
 
 
 def read_events(work_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The events of a work directory in the order in which they were written; lines that were cut off are left out."""
+    """Return the events of a work directory in the order in which they were written; lines that were cut off are left out.
+
+    Args:
+        work_dir: the folder of ``events.jsonl``; without that file there are none.
+    """
     try:
         text = (Path(work_dir) / EVENTS).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

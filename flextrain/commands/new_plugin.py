@@ -14,7 +14,7 @@ from .init_project import IGNORED, TEMPLATES, write_files
 from .output import FoldedHelp
 
 
-class Kind(NamedTuple):
+class PluginKind(NamedTuple):
     """A kind of plug-in: what it is, its group of entry points, the name and object there, and how a configuration uses it."""
 
     what: str
@@ -27,23 +27,23 @@ class Kind(NamedTuple):
 
 _CHECKS = "pytest --flextrain-strategy my_plugin:MyPluginStrategy"
 KINDS = {
-    "strategy": Kind(
+    "strategy": PluginKind(
         "how a model is spread over processes, with the conformance checks",
         *("strategies", "MyPluginStrategy", "MyPluginStrategy", 'strategy="my_plugin"', _CHECKS),
     ),
-    "device": Kind(
+    "device": PluginKind(
         "what flextrain has to know of an accelerator that a package adds to torch",
         *("devices", "my_plugin", "DEVICE", 'strategy=dict(type="single", device="my_plugin")'),
     ),
-    "hook": Kind(
+    "hook": PluginKind(
         "code that runs at points of a training",
         *("hooks", "MyPluginHook", "MyPluginHook", 'custom_hooks=[dict(type="MyPluginHook")]'),
     ),
-    "source": Kind(
+    "source": PluginKind(
         "a dataset",
         *("datasets", "MyPluginDataset", "MyPluginDataset", 'dataset=dict(type="MyPluginDataset", path="rows.csv")'),
     ),
-    "reporter": Kind(
+    "reporter": PluginKind(
         "where scalars and pictures of a run are written to",
         *("reporters", "MyPluginReporter", "MyPluginReporter", 'visualizer=[dict(type="MyPluginReporter")]'),
     ),

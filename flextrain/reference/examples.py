@@ -190,6 +190,8 @@ _PUBLIC = {
     "Strategy": "@STRATEGIES.register_module()\nclass Mine(Strategy):\n    def _wrap(self, model):\n        return model",
     "Topology": "runner.strategy.topology.data.count  # processes that train on different data",
     "Visualizer": 'runner.visualizer.add_image("sample", picture, step=runner.iter)',
+    "append_event": 'append_event(runner.work_dir, "relabelled", images=12)',
+    "read_events": 'starts = [event["time"] for event in read_events("work_dirs/digits") if event["event"] == "started"]',
     "heartbeat": "for part in long_work:\n    part.do()\n    heartbeat()",
     "launch": "launch(main, nprocs=2)",
     "read_base": "with read_base():\n    from .base import *",
