@@ -109,7 +109,7 @@ def test_another_pipe_that_breaks_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "given, says",
     [
-        (["chekpoint"], 'argument COMMAND: "chekpoint" is not allowed, give checkpoint, completion, config, doctor, init, list, plan, report, run, show, test, train or verify, did you mean '
+        (["chekpoint"], 'argument COMMAND: "chekpoint" is not allowed, give checkpoint, completion, config, doctor, init, list, new, plan, report, run, show, test, train or verify, did you mean '
          '"checkpoint"?'),
         (["checkpoint", "lss"], 'argument ACTION: "lss" is not allowed, give ls, show, verify, export or diff, did you mean "ls"?'),
         (["checkpoint", "export", "a", "b", "--dtype", "bfloat"], 'did you mean "bfloat16"?'),

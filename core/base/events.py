@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -142,16 +143,12 @@ def read_events(work_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Args:
         work_dir: the folder of ``events.jsonl``; without that file there are none.
     """
-    try:
-        text = (Path(work_dir) / EVENTS).read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return []
+    path = Path(work_dir) / EVENTS
     found = []
-    for line in text.splitlines():
-        try:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):  # the disk was full, or the line is being written
             event = json.loads(line)
-        except json.JSONDecodeError:  # the disk was full, or the line is being written
-            continue
-        if isinstance(event, dict) and "event" in event and "time" in event:
-            found.append(event)
+            if isinstance(event, dict) and "event" in event and "time" in event:
+                found.append(event)
     return found

@@ -32,7 +32,7 @@ KINDS = {
         *("strategies", "MyPluginStrategy", "MyPluginStrategy", 'strategy="my_plugin"', _CHECKS),
     ),
     "device": PluginKind(
-        "what flextrain has to know of an accelerator that a package adds to torch",
+        "what flextrain has to know of an accelerator new to torch",
         *("devices", "my_plugin", "DEVICE", 'strategy=dict(type="single", device="my_plugin")'),
     ),
     "hook": PluginKind(
