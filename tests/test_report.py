@@ -221,6 +221,23 @@ def test_an_empty_run_is_shown_as_such(tmp_path: Path) -> None:
     assert "none yet" in markdown([run])
 
 
+def test_other_packages_add_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has nothing to say of this run, and one fails, which ends no report."""
+    info = tmp_path / "site" / "my_rows-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-rows\nVersion: 0.1.0\n")
+    rows = "folder_is = my_rows:says\nnothing = my_rows:nothing\nwrong = my_rows:wrong"
+    (info / "entry_points.txt").write_text(f"[flextrain.report]\n{rows}\n")
+    (tmp_path / "site" / "my_rows.py").write_text(
+        "says = lambda folder: folder.name\nnothing = lambda folder: ''\nwrong = lambda folder: 1 / 0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    facts = facts_of(recorded_run(written(tmp_path / "run", []), "a"))
+    assert facts["folder_is"] == "run"
+    assert "nothing" not in facts
+    assert facts["wrong"] == "my_rows:wrong fails: ZeroDivisionError: division by zero"
+
+
 def test_a_killed_start_and_its_successor_are_one_curve_also_without_events(tmp_path: Path) -> None:
     written(tmp_path, [{"loss": float(i), "iter": i, "step": i} for i in (10, 20, 30, 40)])
     written(tmp_path, [{"loss": -float(i), "iter": i, "step": i} for i in (30, 40, 50)], "20260102_000000")

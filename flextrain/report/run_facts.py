@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..core.base.errors import one_line
 from .curve_charts import Figure, figures, final, short
 from .recorded_run import RecordedRun
 
@@ -43,6 +45,11 @@ def _facts(run: RecordedRun) -> Iterator[tuple[str, str]]:
         part = "" if trained == total else f", {trained:,} of them trained"
         yield "model", f"{run.start.get('model', '')}, {total:,} parameters{part}"
     yield "memory of states", str(words.get("states", ""))
+    for point in importlib.metadata.entry_points(group="flextrain.report"):
+        try:
+            yield point.name, point.load()(run.folder)
+        except Exception as error:  # of a third party, which may fail in any way
+            yield point.name, f"{point.value} fails: {type(error).__name__}: {one_line(error)}"
     yield "folder", str(run.folder)
 
 

@@ -1,8 +1,9 @@
-"""`flextrain goodput WORK_DIR`: the ledger of a job."""
+"""`flextrain goodput WORK_DIR`, and the row of `flextrain report`: the ledger of a job."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from flextrain import ConfigError, read_events
@@ -47,3 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
             table.add_row(kind, duration(seconds), f"{100 * seconds / found.seconds_in_all:.1f} %")
     console().print(table)
     return 0
+
+
+def row_of_report(work_dir: Path) -> str:
+    """Return what `flextrain report` says of a run; empty if it has no record."""
+    found = ledger_of(read_events(work_dir))
+    return summary(found) if found.starts else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from flextrain import ConfigError, Hook, append_event, read_events
 
-from .ledger import SPENT, ledger_of, summary
+from .ledger import SPENT, compiling_s, ledger_of, summary
 
 _IMPORTED = time.time()
 _trainings = 0
@@ -44,7 +44,7 @@ class GoodputHook(Hook):
         self._began, self._begun = _begins(), time.monotonic()
         self._start_up = time.time() - self._began
         self._first, self._evaluated, self._validates_since = None, 0.0, None
-        self._saved = runner.saving_s
+        self._from, self._saved = runner.iter, runner.saving_s
         self._record(runner, runner.iter)
         self._due = 0.0  # the first update is looked at too
         before = ledger_of(read_events(runner.work_dir))
@@ -65,9 +65,10 @@ class GoodputHook(Hook):
             self._first = self._training(runner, now)
             self._due = now + self.interval_s
             return
-        spent = self._record(runner, runner.iter + 1)
-        wall = self._wall + now - self._begun
-        runner.message_hub.update_scalar("train/goodput", (self._useful + spent["training"]) / wall)
+        updates = runner.iter + 1
+        spent = self._record(runner, updates)
+        useful = self._useful + spent["training"] - compiling_s(spent, updates - self._from)
+        runner.message_hub.update_scalar("train/goodput", useful / (self._wall + now - self._begun))
 
     def after_train(self, runner: Any) -> None:
         if self._due == float("inf"):

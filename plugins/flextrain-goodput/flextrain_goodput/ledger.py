@@ -168,11 +168,15 @@ def ledger_of(events: Sequence[Mapping[str, Any]]) -> Ledger:
     return Ledger(starts, seconds)
 
 
+def compiling_s(spent: Mapping[str, float], updates: int) -> float:
+    """Seconds that the first update of a start took more than the others."""
+    typical = (spent["training"] - spent["first"]) / (updates - 1) if updates > 1 else spent["first"]
+    return min(max(spent["first"] - typical, 0.0), spent["training"])
+
+
 def _add(seconds: dict[str, float], start: Start) -> None:
     spent, last = start.spent, start.records[-1]
-    updates = last[0] - start.first
-    typical = (spent["training"] - spent["first"]) / (updates - 1) if updates > 1 else spent["first"]
-    compiling = min(max(spent["first"] - typical, 0.0), spent["training"])
+    compiling = compiling_s(spent, last[0] - start.first)
     own = spent["training"] - compiling
     share = start.training_until(start.keeps) / spent["training"] if spent["training"] else 0.0
     seconds["compiling"] += compiling
