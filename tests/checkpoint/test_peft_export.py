@@ -216,6 +216,26 @@ def test_what_cannot_be_exported(tmp_path: Path, capsys: Any) -> None:
         assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_base_of_another_dtype_is_compared_too(tmp_path: Path, capsys: Any, dtype: torch.dtype) -> None:
+    base = base_in(tmp_path)
+    torch.save({name: value.to(dtype) for name, value in torch.load(base).items()}, base)
+    trained(tmp_path, LORA, exclude_frozen_parameters=True)
+    torch.manual_seed(8)
+    torch.save({name: value.to(dtype) for name, value in llama().state_dict().items()}, tmp_path / "other.pth")
+    export = [
+        "checkpoint",
+        "export",
+        str(tmp_path / "run" / "epoch_1"),
+        str(tmp_path / "merged.pth"),
+        "--merge",
+        "--base",
+    ]
+    assert main([*export, str(tmp_path / "other.pth")]) != 0
+    assert "is not as in the run that saved" in capsys.readouterr().err
+    assert main([*export, str(base)]) == 0
+
+
 def test_dora_is_left_to_peft(tmp_path: Path) -> None:
     runner, _ = adapted_run(tmp_path / "run", "single", 1, transforms=[{**LORA, "use_dora": True}])
     expected = logits(runner.train())

@@ -258,8 +258,9 @@ class _Weights:
     def _check_same(self, prints: Mapping[str, Any], names: list[str], source: Checkpoint, base: object) -> None:
         """Raise CheckpointError if a parameter of the base has other values than in the run."""
         for name in names:
-            found = _fingerprint(self.read(name))
-            if str(prints[name]).split()[0] == found.split()[0] and prints[name] != found:
+            then = str(prints[name])
+            # A file may have another dtype than the run computed with: of bfloat16 trained in float32, or the reverse.
+            if _fingerprint(self.read(name).to(getattr(torch, then.split()[0]))) != then:
                 raise CheckpointError(
                     f"{base}: {name} is not as in the run that saved {source.path}, give the base of that run"
                 )
