@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import signal
 import sys
+import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -546,9 +547,31 @@ def check_reduced(wrapped: nn.Module) -> None:
 # Compiling
 
 
-def without_compiling() -> AbstractContextManager[Any]:
+class _WithoutCompiling(AbstractContextManager[None]):
+    """Simulated ranks are threads, and the stance is the process's: the last one that leaves puts back what the first one found."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._stance = threading.Lock(), 0, cast(Any, None)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._inside += 1
+
+    def __exit__(self, *error: Any) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._stance.__exit__(*error)
+
+
+_WITHOUT_COMPILING = _WithoutCompiling()
+
+
+def without_compiling() -> AbstractContextManager[None]:
     """Context in which compiled models run as they are; the compiler is not even imported for it. 2.6, 2.15."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return _WITHOUT_COMPILING if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def build_folder(name: str) -> Path:

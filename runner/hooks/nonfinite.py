@@ -18,6 +18,7 @@ from ...core.base.tensors import nonfinite
 from ...core.checkpoint import find_latest, what_is_not_finite
 from ...core.comm import collectives as dist
 from ...core.comm.collectives import all_gather_object, broadcast_object
+from ...core.torch_compat.torch_private import without_compiling
 from ..reporting.message_hub import AVERAGED, MessageHub
 from ..resume.weights import nonfinite_weights, own_nonfinite
 from .hook import Hook
@@ -97,7 +98,7 @@ def _watching(module: nn.Module, is_compiled: bool) -> Iterator[list[tuple[str, 
     handles = [part.register_forward_hook(watch(_title(name, part))) for name, part in module.named_modules()]
     try:
         # Compiled code ignores hooks that are registered after compilation.
-        with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+        with without_compiling() if is_compiled else nullcontext():
             yield seen
     finally:
         for handle in handles:

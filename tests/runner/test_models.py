@@ -15,6 +15,7 @@ from torch.nn import functional
 from flextrain import BaseModel, ConfigError, OptimWrapper, OptimWrapperDict, SingleDeviceStrategy
 from flextrain.core.base.registry import MODELS
 from flextrain.core.model.base_model import BaseDataPreprocessor
+from flextrain.core.torch_compat.torch_private import without_compiling
 from flextrain.runner.hooks import Hook
 from flextrain.strategies.parts import check_window
 
@@ -686,6 +687,26 @@ def test_not_compiled(tmp_path: Path, changes: dict[str, Any], monkeypatch: pyte
     monkeypatch.setattr(nn.Module, "compile", never)
     monkeypatch.setattr(torch, "compile", never)
     make_runner(tmp_path, train_cfg=dict(max_epochs=1), **changes).train()
+
+
+def test_what_is_not_compiled_for_two_threads_is_compiled_after_both() -> None:
+    """Each computes while the other is in the context, or has left it first; simulated ranks do so."""
+    compiled = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    double = torch.compile(lambda x: x * 2, backend=backend)
+    first, second = without_compiling(), without_compiling()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    double(torch.ones(1))
+    assert not compiled
+    second.__exit__(None, None, None)
+    double(torch.ones(1))
+    assert compiled
 
 
 # Learning rates by batch size
