@@ -37,7 +37,10 @@ class LogFile(logging.FileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""
         self._failed = False
-        super().emit(record)
+        try:
+            super().emit(record)
+        except OSError:  # opening the file again
+            self.handleError(record)
         self._fails = self._failed
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, logging's name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import threading
@@ -309,6 +310,17 @@ def test_log_lines_that_are_lost_are_one_line(capfd: pytest.CaptureFixture[str])
     out, err = capfd.readouterr()
     assert out.count("a line") == 3
     assert err == "flextrain: /dev/full: log lines are lost, No space left on device\n"
+
+
+def test_a_log_whose_folder_is_gone_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """logging opens a file again that was closed, before it handles errors."""
+    logger = setup_logger("INFO", tmp_path / "run" / "it.log")
+    next(handler for handler in logger.handlers if isinstance(handler, logging.FileHandler)).close()
+    shutil.rmtree(tmp_path / "run")
+    for _ in range(3):
+        logger.info("a line")
+    close_logger()
+    assert capfd.readouterr().err.endswith("it.log: log lines are lost, No such file or directory\n")
 
 
 def test_records_that_are_lost_are_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
