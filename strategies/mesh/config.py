@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pydantic
 
-from ...core.base.errors import ConfigError, StrategyError, counted, one_of, suggest
+from ...core.base.errors import ConfigError, StrategyError, one_of, suggest
 from ..fsdp import FSDPConfig
 
 # Sizes of a mesh: how many processes each axis has; their product is the number of processes.
@@ -62,9 +62,8 @@ def resolved(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
             )
         return dict(sizes)
     if world_size % given:
-        there = f"there {'is' if world_size == 1 else 'are'} {counted(world_size, 'process', 'processes')}"
         raise StrategyError(
-            f"strategy: {product} needs a multiple of {given} processes, and {there}; start {-(-world_size // given) * given}"
+            f"strategy: {product} needs a multiple of {given} processes, not {world_size}; start {-(-world_size // given) * given}"
         )
     return {**sizes, rest: world_size // given}
 

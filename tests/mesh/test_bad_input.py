@@ -51,7 +51,7 @@ OPTIONS: list[Row] = [
     (dict(tp=2, dp_shard=1, world=4), "strategy: tp=2 is 2, but there are 4 processes; start 2, or give dp_shard=-1"),
     (dict(tp=4, dp_shard=1, world=2), "strategy: tp=4 is 4, but there are 2 processes; start 4, or give dp_shard=-1"),
     (dict(pp=2, dp_shard=2, tp=2, world=6), "strategy: pp=2 * dp_shard=2 * tp=2 is 8, but there are 6 processes; start 8, or give "),
-    (dict(tp=3, world=4), "strategy: tp=3 needs a multiple of 3 processes, and there are 4 processes; start 6"),
+    (dict(tp=3, world=4), "strategy: tp=3 needs a multiple of 3 processes, not 4; start 6"),
     (dict(pp=2, cp=-1, tp=3, world=8), "strategy.pp: 2 is not possible with strategy.cp=-1; give pp=1 or cp=1"),
     (dict(ep=3, dp_shard=4), "strategy.ep: 3 does not divide the 4 processes of dp_shard * cp * tp, which are dp_shard=4"),
     (dict(ep=2, tp=3, dp_shard=1), "strategy.ep: 2 does not divide the 3 processes of dp_shard * cp * tp, which are tp=3"),

@@ -16,7 +16,7 @@ ROWS = {
     ),
     "shard": (
         *("mlp", "mesh:cp3", {}),
-        "strategy: cp=3 needs a multiple of 3 processes, and there are 1024 processes; start 1026",
+        "strategy: cp=3 needs a multiple of 3 processes, not 1024; start 1026",
     ),
     "experts-of": ("mlp", "mesh:ep3", {}, "strategy.ep: 3 does not divide the 1024 processes of dp_shard * cp * tp"),
     "zero-size": ("mlp", {**MESH, "tp": 0}, {}, "strategy.tp: 0 is not allowed, give a positive number"),
