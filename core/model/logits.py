@@ -291,7 +291,9 @@ class Deferred:
         layer = self._layer
         forward = _as_now(self._own or partial(type(layer).forward, layer), hidden.device)
         is_matrix = (
-            self._own is None and type(layer).forward is nn.Linear.forward and "weight" in dict(layer.named_parameters())
+            self._own is None
+            and type(layer).forward is nn.Linear.forward
+            and "weight" in dict(layer.named_parameters())
         )
         self.is_called, z_loss = True, None
         if self.z_loss and torch.is_grad_enabled():
@@ -365,7 +367,9 @@ def _check_leaves(head: OutputHead, rows: Tensor) -> None:
         nodes += [following for following, _ in node.next_functions]
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in own:
-            what = next((name for name, each in layer.named_parameters() if each is leaf), f"one of shape {tuple(leaf.shape)}")
+            what = next(
+                (name for name, each in layer.named_parameters() if each is leaf), f"one of shape {tuple(leaf.shape)}"
+            )
             raise StrategyError(
                 f"ChunkedLoss: the gradient of a parameter ({what}) would be lost, with which {type(layer).__name__} makes the logits, "
                 "but not in its forward, of parameters of its own; let the head have it (head.weight = table.weight, or "

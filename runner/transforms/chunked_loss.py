@@ -81,7 +81,9 @@ class ChunkedLoss:
             raise ConfigError(f"{self._where}: the model has a ChunkedLoss already, leave one out")
         kind = type(head).__name__
         if type(head).forward is nn.Module.forward and "forward" not in vars(head):
-            raise ConfigError(f"{self._where}.head: is a {kind}, which has no forward; give the module that makes logits")
+            raise ConfigError(
+                f"{self._where}.head: is a {kind}, which has no forward; give the module that makes logits"
+            )
         if statistics := next(iter(running_statistics(head)), None):
             raise ConfigError(
                 f"{self._where}.head: is a {kind} with {statistics}, a statistic of all tokens, of which it would see some at a time; "

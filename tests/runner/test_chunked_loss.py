@@ -747,7 +747,10 @@ def test_copies_have_their_own_head() -> None:
         ({"z_loss": True}, r"transforms\[0\].z_loss: True is not allowed, give a number"),
         ({"z_loss": float("inf")}, r"transforms\[0\].z_loss: inf is not allowed, give a number, 0 or more"),
         ({"evaluation_logits": None}, r"transforms\[0\].evaluation_logits: None is not allowed, give True or False"),
-        ({"type": "ChunkedLos"}, r'transforms\[0\].type: "ChunkedLos" is no known transform, did you mean "ChunkedLoss"'),
+        (
+            {"type": "ChunkedLos"},
+            r'transforms\[0\].type: "ChunkedLos" is no known transform, did you mean "ChunkedLoss"',
+        ),
         ({"where": "x"}, r"transforms\[0\].where: is filled in by flextrain, leave it out"),
     ],
 )
