@@ -326,7 +326,10 @@ def test_a_report_says_what_it_does_not_see() -> None:
         (["--steps", "3"], "verify.steps: 3 has no effect with --types, which trains nothing; leave it out"),
         (["--simulate", "4"], "verify.simulate: 4 has no effect with --types, which trains nothing; leave it out"),
         (["--device", "cuda"], "verify.device: cuda has no effect with --types, which trains nothing; leave it out"),
-        (["--tolerance", "0.1"], "verify.tolerance: 0.1 has no effect with --types, which trains nothing; leave it out"),
+        (
+            ["--tolerance", "0.1"],
+            "verify.tolerance: 0.1 has no effect with --types, which trains nothing; leave it out",
+        ),
         (["--processes", "-4"], "verify.processes: -4 is not allowed, give 2 or more"),
         (["--processes", "4", "--simulate", "4"], "verify.processes: 4 was given with --simulate 4, give one of them"),
         (["--strategies", ","], "verify.strategies: is empty, give names with commas between them"),

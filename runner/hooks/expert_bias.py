@@ -119,11 +119,15 @@ class _Router:
         """
         found = self.choice(output)
         if not _is_integer(found) or not found.dim():
-            given = f"a {found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            given = (
+                f"a {found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            )
             raise ConfigError(f"choice gave {given}, return a tensor of integers with the chosen experts of each token")
         if self.choice is _of_transformers or not self._has_a_column_for_each_expert(found, args):
             return found  # type: ignore[no-any-return]
-        given = f"integers of shape {tuple(found.shape)} for {self.bias.numel()} experts, which look like a mask or counts"
+        given = (
+            f"integers of shape {tuple(found.shape)} for {self.bias.numel()} experts, which look like a mask or counts"
+        )
         if self.choice is choice_in:
             raise ConfigError(
                 f"its output has {given}; return the numbers of the chosen experts, or give choice=function of the output"
@@ -159,7 +163,9 @@ def choice_in(output: Any) -> Tensor:
 
 def _are_all_numbers(ids: Tensor) -> bool:
     """Whether each token has chosen every expert, once."""
-    return torch.equal(ids.sort(-1).values, torch.arange(ids.shape[-1], device=ids.device).to(ids.dtype).expand(ids.shape))
+    return torch.equal(
+        ids.sort(-1).values, torch.arange(ids.shape[-1], device=ids.device).to(ids.dtype).expand(ids.shape)
+    )
 
 
 def _of_transformers(output: Any) -> Tensor:
@@ -462,14 +468,16 @@ class ExpertBiasHook(Hook):
 def _forwards(module: nn.Module) -> list[tuple[nn.Module, Mapping[str, inspect.Parameter]]]:
     """The modules that may be given a mask, with the arguments of their forward: the model, and those of transformers in it."""
     return [
-        (outer, inspect.signature(outer.forward).parameters)
-        for outer in {module, *pretrained_models(module).values()}
+        (outer, inspect.signature(outer.forward).parameters) for outer in {module, *pretrained_models(module).values()}
     ]
 
 
 def _check_shared(module: nn.Module, biases: Iterable[str]) -> None:
     """Raise ConfigError if two of the biases are one tensor."""
-    tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    tensors = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
     seen: dict[int, str] = {}
     for name in biases:
         if name in tensors and (other := seen.setdefault(id(tensors[name]), name)) != name:

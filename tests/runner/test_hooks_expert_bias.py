@@ -525,17 +525,21 @@ def test_a_bias_that_checkpoints_leave_out_is_refused(tmp_path: Path) -> None:
         trained(tmp_path, strategy, model=build)
 
 
-@pytest.mark.parametrize("options", [dict(choice=lambda output: output[1]), dict(bias="my_bias")], ids=["choice", "bias"])
+@pytest.mark.parametrize(
+    "options", [dict(choice=lambda output: output[1]), dict(bias="my_bias")], ids=["choice", "bias"]
+)
 def test_what_is_for_other_routers_than_those_of_transformers(tmp_path: Path, options: dict[str, Any]) -> None:
     hooks = [dict(type="ExpertBiasHook", **options)]
-    begins = f"ExpertBiasHook.{[*options][0]}: has no effect, all routers with a bias are those of transformers; leave it out"
+    begins = f"ExpertBiasHook.{next(iter(options))}: has no effect, all routers with a bias are those of transformers; leave it out"
     given = settings(model=partial(of_transformers, "DeepseekV3"), custom_hooks=hooks)
     with refuses(ConfigError, begins=begins):
         make_runner(tmp_path, **given).train()
 
 
 def test_all_experts_may_be_chosen_by_a_function(tmp_path: Path) -> None:
-    hooks = [dict(type="ExpertBiasHook", choice=lambda output: output[0].new_tensor([[2, 0, 3, 1]]).long().repeat(128, 1))]
+    hooks = [
+        dict(type="ExpertBiasHook", choice=lambda output: output[0].new_tensor([[2, 0, 3, 1]]).long().repeat(128, 1))
+    ]
     loads, biases = trained(tmp_path, custom_hooks=hooks, **in_order())
     assert loads[-1]["layers.0.router"] == [128] * EXPERTS
     assert not any(biases[-1]["layers.0.router.expert_bias"])
