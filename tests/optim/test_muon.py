@@ -322,14 +322,16 @@ NAMED = [dict(others="AdamW"), dict(matrices=["qkv"]), dict(leave=["qkv"]), dict
 def test_names_have_no_effect_without_a_model(how: str, options: dict[str, Any]) -> None:
     """An optimizer that is built of parameters, or by a function, does not know what they are called."""
     model, (key,) = Matrices(), options
+
+    def make() -> object:
+        if how == "built":
+            return Muon(model.parameters(), **options)
+        return SingleDeviceStrategy(device="cpu").setup(model, OptimWrapper(partial(Muon, lr=0.1, **options)))
+
     with pytest.raises(
         ConfigError, match=rf"^optimizer\.{key}: has no effect on parameters without the model that names them"
     ):
-        if how == "built":
-            Muon(model.parameters(), **options)
-        else:
-            wrapper = OptimWrapper(partial(Muon, lr=0.1, **options))
-            SingleDeviceStrategy(device="cpu").setup(model, wrapper)
+        make()
 
 
 def test_parameters_that_muon_does_not_take() -> None:
