@@ -77,8 +77,9 @@ def find_roles(
     chosen = set()
     for rule, own in _matching(matrices, named, f"{where}.matrices"):
         for name, parameter in own:
-            if parameter.ndim < 2:
-                raise ConfigError(f'{where}.matrices: "{rule}" names {name}, which is {_shape(parameter)}, no matrix')
+            if parameter.ndim < 2 or parameter.is_complex():
+                what = "of complex numbers" if parameter.is_complex() else f"{_shape(parameter)}, no matrix"
+                raise ConfigError(f'{where}.matrices: "{rule}" names {name}, which is {what}')
             is_stack = parameter.ndim == 3 and not isinstance(_holder(model, name), (nn.Conv1d, nn.ConvTranspose1d))
             found[id(parameter)] = Role(stacked=is_stack)
             chosen.add(id(parameter))
@@ -87,11 +88,14 @@ def find_roles(
             if id(parameter) in chosen:
                 raise ConfigError(f'{where}.leave: "{rule}" names {name}, which {where}.matrices names too')
             found[id(parameter)] = Role("named in leave")
+    divided: dict[int, str] = {}
     for (rule, own), given in zip(
         _matching([*(parts or {})], named, f"{where}.parts"), (parts or {}).values(), strict=True
     ):
         for name, parameter in own:
             key = f'{where}.parts["{rule}"]'
+            if (other := divided.setdefault(id(parameter), rule)) != rule:
+                raise ConfigError(f'{key}: names {name}, which "{other}" names too; give one of them')
             if why_not := found[id(parameter)].why_not:
                 raise ConfigError(f"{key}: {name} is {why_not}, and not a matrix that has parts")
             found[id(parameter)] = _divided(found[id(parameter)], given, name, parameter, key)
@@ -123,6 +127,8 @@ def _role(name: str, parameter: Tensor, holder: nn.Module, is_head: bool) -> Rol
         return Role("a vector" if parameter.ndim else "a number")
     if is_norm(holder):
         return Role("of a normalisation layer")
+    if parameter.is_complex():
+        return Role("of complex numbers")
     first = next((i for i, part in enumerate(path) if part.isdecimal()), len(path))
     if is_head or any(part in _HEADS or part.endswith("_head") for part in path[:first]):
         return Role("of an output head")
@@ -161,7 +167,7 @@ def _divided(role: Role, given: Any, name: str, parameter: Tensor, key: str) -> 
         if length % sizes:
             raise ConfigError(f"{key}: {name} has {length} {what}, which {sizes} does not divide")
         sizes = [length // sizes] * sizes
-    if not isinstance(sizes, (list, tuple)) or not all(type(size) is int and size > 0 for size in sizes):
+    if not isinstance(sizes, (list, tuple)) or not sizes or not all(type(size) is int and size > 0 for size in sizes):
         raise ConfigError(f"{key}: {sizes!r} is not allowed, give a number of parts or a list of {what}")
     if sum(sizes) != length:
         raise ConfigError(f"{key}: {' + '.join(map(str, sizes))} is {sum(sizes)}, and {name} has {length} {what}")
@@ -188,13 +194,10 @@ def check_roles(roles: Mapping[str, Role], model: nn.Module, where: str, others:
         )
     if len(left) == len(trained):
         raise ConfigError(f"{where}: Muon updates matrices, and {type(model).__name__} trains none; choose AdamW")
-    if left:
-        matrices = counted(len(trained) - len(left), "parameter")
-        why = {kind: [n for n in left if trained[n].why_not == kind] for kind in {trained[n].why_not: 0 for n in left}}
-        _logger.info(
-            f"Muon updates {matrices}, {others} the other {len(left)}: "
-            + "; ".join(f"{kind}: {listed(names, 3)}" for kind, names in why.items())
-        )
+    kinds = {trained[name].why_not: 0 for name in left}
+    why = "; ".join(f"{kind}: {listed([n for n in left if trained[n].why_not == kind], 3)}" for kind in kinds)
+    rest = f"{others} the other {len(left)}: {why}" if left else f"{others or 'no other optimizer'} none"
+    _logger.info(f"Muon updates {counted(len(trained) - len(left), 'parameter')}, {rest}")
 
 
 def matrices_of(shape: torch.Size, group: Mapping[str, Any]) -> Iterator[tuple[tuple[int, int], ...]]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..core.base.errors import ConfigError
 from ..core.base.registry import OPTIMIZERS
 from .adapters import OF_OTHERS
-from .matrices import matrices_of
+from .matrices import STRUCTURE, matrices_of
 from .owners import Chunk, Matrix, OwnerExchange, Plans, exchanges, held_as, own_gradient, own_tensor
 
 AdjustLR = Literal["original", "match_rms_adamw", "spectral_unclamped"]
@@ -64,8 +64,9 @@ class Muon(Optimizer):
         bucket_mb: about how much memory (MiB) whole matrices take on a process at a time.
 
     Raises:
-        ConfigError: a setting is out of range, or ``others`` is not possible.
-        ValueError: a parameter is no matrix, and in no group of ``others``.
+        ConfigError: a setting is out of range, or ``others`` is not possible; a parameter is no matrix, and in no group of ``others``; names
+            are given with parameters that come without a model: ``others``, ``matrices``, ``leave`` and ``parts`` are for a configuration,
+            ``dict(type="Muon", ...)``, or an OptimWrapper.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; Liu et al., "Muon is Scalable for LLM
     Training", 2025.
@@ -73,6 +74,8 @@ class Muon(Optimizer):
 
     updates_matrices = True
     """What is no matrix is left to ``others``; a configuration finds the matrices by the model."""
+    of_all_groups = ("others", "matrices", "leave", "parts", "bucket_mb", "where")
+    """Arguments that are no settings of a group."""
 
     def __init__(
         self,
@@ -103,15 +106,24 @@ class Muon(Optimizer):
             others=others, matrices=matrices, leave=leave, parts=parts, bucket_mb=bucket_mb, where=where
         )
         given = list(params)
-        groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+        if not given:
+            raise ValueError("optimizer got an empty parameter list")  # as torch's
+        groups = given if isinstance(given[0], Mapping) else [{"params": given}]
+        if not any(STRUCTURE & group.keys() for group in groups):
+            for key in ("others", "matrices", "leave", "parts"):
+                if self.given[key]:
+                    raise ConfigError(
+                        f"{where}.{key}: has no effect on parameters without the model that names them; give the optimizer as "
+                        f'dict(type="Muon", {key}=...)'
+                    )
         own = [dict(group) for group in groups if not group.get(OF_OTHERS)]
         super().__init__(own or [{"params": []}], {**defaults, "stacked": False, "part_sizes": (), "part_dim": 0})
         self.param_groups = [group for group in self.param_groups if group["params"]]
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.ndim < 2 or parameter.is_complex():
-                raise ValueError(
-                    f"Muon updates real matrices, and a parameter is {parameter.dtype} of shape {tuple(parameter.shape)}; a model's "
-                    "configuration leaves such to others=dict(type=...)"
+                raise ConfigError(
+                    f"{where}: Muon updates real matrices, and a parameter is {parameter.dtype} of shape {tuple(parameter.shape)}; give the "
+                    'optimizer as dict(type="Muon", others=dict(type=...)), which has such'
                 )
         self.others: Optimizer | None = None
         theirs = [dict(group) for group in groups if group.get(OF_OTHERS)]
@@ -248,6 +260,8 @@ def _check(settings: Mapping[str, Any], bucket_mb: float, where: str) -> None:
     coefficients = settings["ns_coefficients"]
     if len(coefficients) != 3:
         raise ConfigError(f"{where}.ns_coefficients: has {len(coefficients)} numbers, give three")
+    if not all(map(math.isfinite, coefficients)):
+        raise ConfigError(f"{where}.ns_coefficients: {coefficients} is not allowed, give finite numbers")
     for key in ("lr", "weight_decay", "eps"):
         if not 0 <= settings[key] < math.inf:
             raise ConfigError(f"{where}.{key}: {settings[key]} is not allowed, give 0 or more")

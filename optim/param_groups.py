@@ -380,12 +380,14 @@ def _check_extra(cfg: Mapping[str, Any], extra: Mapping[str, Any], where: str) -
         return  # the signature of the optimizer behind a callable is unknown
     factory = OPTIMIZERS.resolve(cfg["type"], where)
     parameters = inspect.signature(factory).parameters
-    known = ["lr_mult", "decay_mult", *(name for name in parameters if name != "params")]
+    others = ("params", *getattr(factory, "of_all_groups", ()))
+    known = ["lr_mult", "decay_mult", *(name for name in parameters if name not in others)]
     for name in extra:
         if name not in known and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             hint = suggest(name, known) or f", choose {one_of(known)}"
             raise ConfigError(f"{where}.{name}: unknown key{hint}")
     check_call(factory, {**{k: v for k, v in cfg.items() if k != "type"}, **extra}, where, ("params",))
+    _check_kind(factory, {**cfg, **extra}, where)
 
 
 _logger = logging.getLogger("flextrain")
@@ -537,8 +539,9 @@ def _try(kind: Any, cfg: Mapping[str, Any] | str, where: str) -> None:
     """Construct torch's own optimizers, and Muon, for a dummy parameter, because only the constructor checks the ranges."""
     if not updates_matrices(kind) and not getattr(kind, "__module__", "").startswith("torch.optim."):
         return  # other packages' constructors may look for a device or start a compiler
-    try:
-        OPTIMIZERS.build(cfg, where, params=[nn.Parameter(torch.zeros(1, 1))])
+    group: dict[str, Any] = {"params": [nn.Parameter(torch.zeros(1, 1))]}
+    try:  # with what a configuration's groups have of Muon
+        OPTIMIZERS.build(cfg, where, params=[{**group, "stacked": False} if updates_matrices(kind) else group])
     except ConfigError:
         raise
     except ValueError as error:

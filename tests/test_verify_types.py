@@ -24,6 +24,7 @@ from flextrain.plan.rehearsing import rehearsal
 from flextrain.testing import WorkerGroup
 from flextrain.verify.type_rules import Axes, Types, aligned, owned, part, parted, times
 from flextrain.verify.types import TypeFault, TypeReport, TypeRow, verify_types
+from flextrain.verify.verify import verify
 
 from .planning.conftest import PLANS
 
@@ -325,6 +326,16 @@ def test_a_report_says_what_it_does_not_see() -> None:
         (["--steps", "3"], "verify.steps: 3 has no effect with --types, which trains nothing; leave it out"),
         (["--simulate", "4"], "verify.simulate: 4 has no effect with --types, which trains nothing; leave it out"),
         (["--device", "cuda"], "verify.device: cuda has no effect with --types, which trains nothing; leave it out"),
+        (
+            ["--tolerance", "0.1"],
+            "verify.tolerance: 0.1 has no effect with --types, which trains nothing; leave it out",
+        ),
+        (["--processes", "-4"], "verify.processes: -4 is not allowed, give 2 or more"),
+        (["--processes", "4", "--simulate", "4"], "verify.processes: 4 was given with --simulate 4, give one of them"),
+        (["--strategies", ","], "verify.strategies: is empty, give names with commas between them"),
+        (["--strategies", "ddp,ddp"], 'verify.strategies: "ddp" is there twice, leave one out'),
+        (["--timeout", "0"], "verify.timeout: 0 is not allowed, give a number of seconds above 0"),
+        (["--timeout", "nan"], "verify.timeout: nan is not allowed, give a number of seconds above 0"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -334,6 +345,27 @@ def test_bad_input_is_one_line(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("asked", [verify, verify_types])
+@pytest.mark.parametrize(
+    "strategies, options, message",
+    [
+        ([], {}, "verify.strategies: [] is not allowed, give a list of names"),
+        ("mesh:tp2", {}, "verify.strategies: 'mesh:tp2' is not allowed, give a list of names"),
+        (["ddp"], dict(processes="4"), "verify.processes: 4 is not allowed, give 2 or more"),
+        (["ddp"], dict(processes=2.5), "verify.processes: 2.5 is not allowed, give 2 or more"),
+        (["ddp"], dict(timeout_s=-1.0), "verify.timeout: -1 is not allowed, give a number of seconds above 0"),
+    ],
+)
+def test_what_nothing_would_be_verified_with(
+    script: str, asked: Any, strategies: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        asked(script, strategies, **options)
+    assert str(caught.value) == message
+
+
 def test_a_script_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="^verify.script: .* is not a file"):
+        verify_types(str(tmp_path), ["mesh:tp2"], processes=2)
     with pytest.raises(ConfigError, match="^verify.script: .*train.py is not a file"):
         verify_types(str(tmp_path / "train.py"), ["mesh:tp2"], processes=2)

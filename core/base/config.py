@@ -129,7 +129,7 @@ def _as_asked(message: str) -> str:
     """The expected input, from pydantic's message."""
     for start in ("Input should be a valid ", "Input should be an instance of ", "Input should be "):
         message = message.removeprefix(start)
-    return one_line(message).replace("'", '"')
+    return {"Sequence": "a list", "Mapping": "a dict"}.get(message) or one_line(message).replace("'", '"')
 
 
 _UNKNOWN_KEY = ("extra_forbidden", "invalid_key")

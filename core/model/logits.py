@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from ..base.errors import StrategyError
-from ..random.generators import load_rng_state, rng_state
-from ..torch_compat.torch_private import version_of, wrapper_subclass
+from ..base.errors import StrategyError, one_line
+from ..random.generators import kept_random_state, load_rng_state, rng_state
+from ..torch_compat.torch_private import apart, has_values, version_of, wrapper_subclass
 
 logger = logging.getLogger("flextrain")
 Rows = Callable[[Tensor], Tensor]
@@ -63,6 +63,7 @@ class OutputHead:
         weights: the parameters when the layer was called.
         is_detached: whether no gradient goes through it.
         z_loss: what cross entropies have beside; None: nothing.
+        is_matrix: forward is that of a Linear, which draws nothing and computes each row by itself.
     """
 
     layer: nn.Module
@@ -74,6 +75,7 @@ class OutputHead:
     weights: tuple[Tensor, ...] = ()
     is_detached: bool = False
     z_loss: ZLoss | None = None
+    is_matrix: bool = False
 
     def check(self) -> None:
         """Raise StrategyError if the strategy has taken the weights away."""
@@ -141,6 +143,11 @@ class Logits(Tensor):
     def _is_detached(self) -> bool:
         """Whether what is made of these logits now gives them no gradient."""
         return self._head.is_detached or not torch.is_grad_enabled()
+
+    @property
+    def layer(self) -> nn.Module:
+        """The head that makes them."""
+        return self._head.layer
 
     @property
     def is_used(self) -> bool:
@@ -264,7 +271,9 @@ class Deferred:
 
     def __init__(self, layer: nn.Module, chunk: int, z_loss: float = 0.0) -> None:
         self._layer, self._chunk, self.z_loss = layer, chunk, z_loss
+        self._own: Rows | None = vars(layer).get("forward")  # of the object, in place of its class's
         self._is_last, self.is_idle = True, False
+        self._checked: set[bool] = set()
         self.begin()
 
     def begin(self) -> None:
@@ -279,12 +288,24 @@ class Deferred:
                 f"ChunkedLoss: {type(self._layer).__name__}, which makes the logits, is called with more than hidden states, rows of "
                 "which could not be computed by themselves; leave the transform out"
             )
-        forward = _as_now(partial(type(self._layer).forward, self._layer), hidden.device)
+        layer = self._layer
+        forward = _as_now(self._own or partial(type(layer).forward, layer), hidden.device)
+        is_matrix = (
+            self._own is None
+            and type(layer).forward is nn.Linear.forward
+            and "weight" in dict(layer.named_parameters())
+        )
         self.is_called, z_loss = True, None
         if self.z_loss and torch.is_grad_enabled():
             z_loss = ZLoss(self.z_loss)
             self.z_losses.append(z_loss)
-        head = OutputHead(self._layer, forward, self._chunk, weights=tuple(self._layer.parameters()), z_loss=z_loss)
+        weights = tuple(layer.parameters())
+        head = OutputHead(layer, forward, self._chunk, weights=weights, z_loss=z_loss, is_matrix=is_matrix)
+        if not is_matrix and torch.is_grad_enabled() not in self._checked and hidden.numel() and has_values(hidden):
+            if type(hidden) in (Tensor, nn.Parameter):
+                with apart(), kept_random_state(hidden.device):
+                    _check_rows(head, hidden.detach())
+            self._checked.add(torch.is_grad_enabled())
         return Logits.of(head, hidden) if self._is_last else _Later(head=head, hidden=hidden)
 
     def come_last(self) -> None:
@@ -299,6 +320,61 @@ class _Later(dict[str, Any]):
     def __init__(self, **attributes: Any) -> None:
         super().__init__()
         vars(self).update(attributes)
+
+
+_APART = 0.2
+"""The largest difference of a row's logits beside other rows from those alone, in float8 too."""
+
+
+def _check_rows(head: OutputHead, hidden: Tensor) -> None:
+    """Raise StrategyError if the logits of a row depend on other rows, or on tensors whose gradients would be lost.
+
+    Args:
+        head: that computes them.
+        hidden: of shape (..., features); the first two of every dimension are tried.
+    """
+    name, leave = type(head.layer).__name__, "which makes the logits; leave the transform out"
+    some = hidden[(slice(2),) * (hidden.ndim - 1)]
+    rows = some.reshape(-1, some.shape[-1])[-1:]
+    try:
+        with torch.no_grad():
+            together, again, alone = head(some), head(some), head(rows)
+            is_so = together.shape == (*some.shape[:-1], alone.shape[-1]) and alone.ndim == 2
+            last = together.reshape(-1, together.shape[-1])[-1:]
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        raise StrategyError(
+            f"ChunkedLoss: rows of hidden states of shape {tuple(hidden.shape)} cannot be given to {name} by themselves "
+            f"({one_line(error)[:200]}), {leave}"
+        ) from error
+    # What draws random numbers is not compared.
+    if not is_so or (torch.equal(together, again) and (last - alone).norm() > _APART * alone.norm()):
+        raise StrategyError(f"ChunkedLoss: rows of hidden states are not computed each by itself in {name}, {leave}")
+    if torch.is_grad_enabled():
+        _check_leaves(head, rows)
+
+
+def _check_leaves(head: OutputHead, rows: Tensor) -> None:
+    """Raise StrategyError if logits have gradients for other parameters than the layer's, as it has them when it is called."""
+    layer = head.layer
+    given = {name: each.detach().requires_grad_(each.requires_grad) for name, each in layer.named_parameters()}
+    logits = _Work(head, lambda found, _: found, [*given], ()).compute(rows, [*given.values()], 0)
+    own, seen, nodes = {*map(id, given.values())}, set[Any](), [logits.grad_fn]
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in own:
+            what = next(
+                (name for name, each in layer.named_parameters() if each is leaf), f"one of shape {tuple(leaf.shape)}"
+            )
+            raise StrategyError(
+                f"ChunkedLoss: the gradient of a parameter ({what}) would be lost, with which {type(layer).__name__} makes the logits, "
+                "but not in its forward, of parameters of its own; let the head have it (head.weight = table.weight, or "
+                "torch.nn.utils.parametrizations), or leave the transform out"
+            )
 
 
 _LOST = "ChunkedLoss: a torch.autograd.Function got the logits, which are not computed yet; leave the transform out"
@@ -380,8 +456,7 @@ class _ByRows(torch.autograd.Function):
         kind = hidden.device.type
         ctx.work, ctx.autocast = work, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         # Dropout of an adapter in the head; a matrix alone draws nothing.
-        draws = type(work.head.layer).forward is not nn.Linear.forward
-        ctx.drawn = rng_state(hidden.device) if draws else None
+        ctx.drawn = None if work.head.is_matrix else rng_state(hidden.device)
         ctx.save_for_backward(hidden, *parameters, *work.operands)  # these too, because torch then notices a change
         return torch.cat(
             [work.compute(rows, parameters, i) for i, rows in enumerate(torch.split(hidden, work.head.chunk))]

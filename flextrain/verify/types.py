@@ -44,6 +44,7 @@ from .type_rules import (
     parted,
     times,
 )
+from .verify import check_asked
 
 NOT_SEEN = (
     "factors: a mean where a sum is due, or a wrong weight; flextrain verify --simulate compares numbers, on fewer ranks",
@@ -183,7 +184,7 @@ def verify_types(
 
     Args:
         script: see ``verify``.
-        strategies: names, see ``verify``.
+        strategies: a list of names, at least one, see ``verify``.
         arguments: command line arguments of the script.
         processes: the real number of processes, 2 or more.
         timeout_s: largest number of seconds for one rank.
@@ -192,8 +193,7 @@ def verify_types(
     Raises:
         ConfigError: the script or the number of processes is not possible.
     """
-    if processes < 2:
-        raise ConfigError(f"verify.processes: {processes} is not allowed, give 2 or more")
+    check_asked(strategies, processes, timeout_s)
     if not Path(script).is_file():
         raise ConfigError(f"verify.script: {script} is not a file")
     report = TypeReport(script, processes)

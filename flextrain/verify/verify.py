@@ -180,10 +180,11 @@ def verify(
         ConfigError: the script cannot be verified.
         WorkerError: the script fails on one device.
     """
-    if processes < 2:
-        raise ConfigError(f"verify.processes: {processes} is not allowed, give 2 or more")
+    check_asked(strategies, processes, timeout_s)
     if steps < 1:
         raise ConfigError(f"verify.steps: {steps} is not allowed, give 1 or more")
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise ConfigError(f"verify.tolerance: {tolerance} is not allowed, give 0 or more")
     if simulate:
         if device != "cpu":
             raise ConfigError(f'verify.device: "{device}" is not simulated, leave it out')
@@ -198,6 +199,16 @@ def verify(
         if workers is None:
             group.close()
     return report
+
+
+def check_asked(strategies: Sequence[str], processes: int, timeout_s: float) -> None:
+    """Raise ConfigError if nothing could be verified so, whatever the script is."""
+    if isinstance(strategies, str) or not strategies:
+        raise ConfigError(f"verify.strategies: {strategies!r} is not allowed, give a list of names")
+    if type(processes) is not int or processes < 2:
+        raise ConfigError(f"verify.processes: {processes} is not allowed, give 2 or more")
+    if not 0 < timeout_s < math.inf:
+        raise ConfigError(f"verify.timeout: {timeout_s:g} is not allowed, give a number of seconds above 0")
 
 
 def _fill(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ...core.base.errors import ConfigError, StrategyError, suggest
+from ...core.base.errors import ConfigError, StrategyError, nearest, suggest
 from ...core.base.registry import HOOKS
 from ...core.comm.agreement import gather_differing, raising_together
 from ...core.comm.collectives import all_reduce
@@ -106,21 +106,34 @@ class _Router:
     choice: Callable[[Any], Any]
     is_parameter: bool
 
-    def chosen(self, output: Any, args: Any) -> Tensor:
-        """Return the choice in an output, of which ``args`` are the arguments.
+    def chosen(self, output: Any, args: Any, *, is_first: bool) -> Tensor:
+        """Return the choice in an output.
+
+        Args:
+            output: of the router.
+            args: of its forward.
+            is_first: of the run; what a function of the user's gives may be looked at then.
 
         Raises:
             ConfigError: there is none.
         """
         found = self.choice(output)
-        if not _is_integer(found):
-            given = str(found.dtype) if isinstance(found, Tensor) else type(found).__name__
-            raise ConfigError(f"choice gave {given}, return a tensor of integers with the chosen experts")
-        if self.choice is choice_in and self._has_a_column_for_each_expert(found, args):
-            raise ConfigError(
-                f"its output has integers of shape {tuple(found.shape)} for {self.bias.numel()} experts, which look like a mask or counts; "
-                "return the numbers of the chosen experts, or give choice=function of the output"
+        if not _is_integer(found) or not found.dim():
+            given = (
+                f"a {found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             )
+            raise ConfigError(f"choice gave {given}, return a tensor of integers with the chosen experts of each token")
+        if self.choice is _of_transformers or not self._has_a_column_for_each_expert(found, args):
+            return found  # type: ignore[no-any-return]
+        given = (
+            f"integers of shape {tuple(found.shape)} for {self.bias.numel()} experts, which look like a mask or counts"
+        )
+        if self.choice is choice_in:
+            raise ConfigError(
+                f"its output has {given}; return the numbers of the chosen experts, or give choice=function of the output"
+            )
+        if is_first and has_values(found) and not _are_all_numbers(found):
+            raise ConfigError(f"choice gave {given}; return the numbers of the chosen experts")
         return found  # type: ignore[no-any-return]
 
     def _has_a_column_for_each_expert(self, found: Tensor, args: Any) -> bool:
@@ -146,6 +159,13 @@ def choice_in(output: Any) -> Tensor:
             "experts as one, or give choice=function of the output"
         )
     return found[0]  # type: ignore[no-any-return]
+
+
+def _are_all_numbers(ids: Tensor) -> bool:
+    """Whether each token has chosen every expert, once."""
+    return torch.equal(
+        ids.sort(-1).values, torch.arange(ids.shape[-1], device=ids.device).to(ids.dtype).expand(ids.shape)
+    )
 
 
 def _of_transformers(output: Any) -> Tensor:
@@ -182,8 +202,9 @@ class ExpertBiasHook(Hook):
             it; None: all tokens count.
 
     Raises:
-        ConfigError: an argument is not allowed; before training, if the model has no such router, or the optimizer trains a bias;
-            at the first batch, if a router's output has no choice, or a mask or counts in its place, or the mask has not an element for each of its tokens.
+        ConfigError: an argument is not allowed, or has no effect; before training, if the model has no such router, the optimizer trains a
+            bias, two routers have the same one, or two hooks the same router; at the first batch, if a router's output has no choice, or a
+            mask or counts in its place, or the mask has not an element for each of its tokens; after it, if no router was called.
         StrategyError: the strategy keeps a bias in half precision, in which steps are lost, or does not let it be written.
 
     Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024; DeepSeek-AI, "DeepSeek-V3
@@ -220,6 +241,7 @@ class ExpertBiasHook(Hook):
         self._run: Run | None = None  # while an update is under way
         self._counted: Any = None  # the mask of the micro-batch under way
         self._repetitions = 0
+        self._called: set[int] | None = set()  # rows of routers whose forward ran; None once there was an update
 
     @property
     def loads(self) -> dict[str, Tensor]:
@@ -242,13 +264,27 @@ class ExpertBiasHook(Hook):
                 f'ExpertBiasHook.bias: no router of transformers has a bias, and no module of the model a "{self.bias}"'
                 f"{suggest(self.bias, names)}"
             )
+        self._check_effects()
         self._writes_parameters = any(gather_differing(any(router.is_parameter for router in self._routers)))
-        self._may_drop = any(gather_differing(any(router.choice is not _of_transformers for router in self._routers)))
         self._tokens = averaged_over(runner.strategy)
+
+    def _check_effects(self) -> None:
+        """Raise ConfigError if all routers are those of transformers, and an argument is for others."""
+        self._may_drop = any(gather_differing(any(router.choice is not _of_transformers for router in self._routers)))
+        if self._may_drop:
+            return
+        names = {"expert_bias", *(router.bias_name.rpartition(".")[2] for router in self._routers)}
+        is_known = any(gather_differing(self.bias in names))  # of a router on another stage, maybe
+        if self.choice is not None or not is_known:
+            key = "bias" if self.choice is None else "choice"
+            raise ConfigError(
+                f"ExpertBiasHook.{key}: has no effect, all routers with a bias are those of transformers; leave it out"
+            )
 
     def before_train(self, runner: Run) -> None:
         """Begin to watch the routers."""
         self._leave()
+        self._called = set()
         device = runner.strategy.device
         self._loads = ExpertLoads([router.bias.numel() for router in self._routers] or [1], device)
         self._imbalances = runner.message_hub.history("train/load_max_over_mean")
@@ -256,9 +292,8 @@ class ExpertBiasHook(Hook):
         for row, router in enumerate(self._routers):
             self._handles.append(router.module.register_forward_hook(partial(self._count, row)))
         if self.mask is not None:
-            module = runner.strategy.module
-            for outer in {module, *pretrained_models(module).values()}:
-                names = [*inspect.signature(outer.forward).parameters]
+            for outer, parameters in _forwards(runner.strategy.module):
+                names = [*parameters]
                 self._handles.append(outer.register_forward_pre_hook(partial(self._note_mask, names), with_kwargs=True))
 
     def before_train_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
@@ -275,6 +310,14 @@ class ExpertBiasHook(Hook):
         """Move the biases, if the update was applied."""
         assert self._loads is not None, "before_train makes it"
         self._run = self._counted = None
+        if self._called is not None:
+            with raising_together():
+                if self._routers and not self._called:
+                    raise ConfigError(
+                        f"ExpertBiasHook: {self._routers[0].name} was not called in an update, so that what it chooses is not known; call "
+                        "it, or give the bias to the module whose forward returns the choice"
+                    )
+            self._called = None
         optim = runner.optim_wrapper
         self._last = counts = self._tokens.sum(self._loads.take())
         if optim is not None and not optim.last_step.skipped:
@@ -324,10 +367,15 @@ class ExpertBiasHook(Hook):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _count(self, row: int, module: nn.Module, args: Any, output: Any) -> None:
         run = self._run
-        if run is None or in_backward() or run.stepper.is_filler(run.stepper.micro_batch):
+        if run is None or in_backward():
+            return
+        is_first = self._called is not None and row not in self._called
+        if self._called is not None:
+            self._called.add(row)
+        if run.stepper.is_filler(run.stepper.micro_batch):
             return
         try:
-            ids = self._routers[row].chosen(output, args)
+            ids = self._routers[row].chosen(output, args, is_first=is_first)
         except ConfigError as error:
             raise ConfigError(f"ExpertBiasHook.choice: {self._routers[row].name}, {error}") from None
         if isinstance(ids, DTensor):
@@ -358,6 +406,8 @@ class ExpertBiasHook(Hook):
             own = f"{name}.{self.bias}" if name else self.bias
             if isinstance(getattr(part, self.bias, None), Tensor) and own not in known:
                 biases[name], choices[name] = own, self.choice or choice_in
+        self._check_mask(module)
+        _check_shared(module, biases.values())
         buffers, parameters = dict(module.named_buffers()), computed_with(strategy)
         trained = {name for name, parameter in strategy.parameters() if parameter.requires_grad}
         found, saved = [], tensor_names(module)
@@ -379,10 +429,30 @@ class ExpertBiasHook(Hook):
             bias = parameters[bias_name] if is_parameter else buffers[bias_name]
             found.append(_Router(name, modules[name], bias_name, bias, choices[name], is_parameter))
             self._check(found[-1])
+        others = (hook for hook in runner.hooks if isinstance(hook, ExpertBiasHook) and hook is not self)
+        if twice := {router.bias_name for hook in others for router in hook._routers} & {*biases.values()}:
+            raise ConfigError(f"ExpertBiasHook: {min(twice)} is moved by another ExpertBiasHook already, leave one out")
         return found
+
+    def _check_mask(self, module: nn.Module) -> None:
+        """Raise ConfigError if no forward of the model has the argument; the usual one may be absent."""
+        if self.mask in (None, "attention_mask"):
+            return
+        names, takes_any = set[str](), False
+        for _, parameters in _forwards(module):
+            names |= parameters.keys()
+            takes_any |= any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        if self.mask not in names and (not takes_any or nearest(str(self.mask), names, 0.8)):
+            raise ConfigError(
+                f'ExpertBiasHook.mask: {type(module).__name__}.forward has no argument "{self.mask}"{suggest(str(self.mask), names)}'
+            )
 
     def _check(self, router: _Router) -> None:
         bias = router.bias
+        if bias.numel() < 2:
+            raise ConfigError(
+                f"ExpertBiasHook.bias: {router.bias_name} is of shape {tuple(bias.shape)}, give it one element for each expert"
+            )
         if type(bias) not in (Tensor, nn.Parameter, DTensor):
             raise StrategyError(
                 f"ExpertBiasHook.bias: the strategy has {router.bias_name} as {type(bias).__name__}, which cannot be moved; make it "
@@ -393,6 +463,25 @@ class ExpertBiasHook(Hook):
                 f"ExpertBiasHook.bias: {router.bias_name} is {str(bias.dtype).removeprefix('torch.')}, in which steps of "
                 f"{self.update_speed} are lost; keep it in float32"
             )
+
+
+def _forwards(module: nn.Module) -> list[tuple[nn.Module, Mapping[str, inspect.Parameter]]]:
+    """The modules that may be given a mask, with the arguments of their forward: the model, and those of transformers in it."""
+    return [
+        (outer, inspect.signature(outer.forward).parameters) for outer in {module, *pretrained_models(module).values()}
+    ]
+
+
+def _check_shared(module: nn.Module, biases: Iterable[str]) -> None:
+    """Raise ConfigError if two of the biases are one tensor."""
+    tensors = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    seen: dict[int, str] = {}
+    for name in biases:
+        if name in tensors and (other := seen.setdefault(id(tensors[name]), name)) != name:
+            raise ConfigError(f"ExpertBiasHook.bias: {name} is {other} too; give each router a bias of its own")
 
 
 __all__ = ["ExpertBiasHook"]

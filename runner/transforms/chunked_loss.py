@@ -15,6 +15,7 @@ from ...core.base.errors import ConfigError, StrategyError, suggest
 from ...core.base.registry import TRANSFORMS
 from ...core.base.tensors import size_text
 from ...core.base.trees import tree_map_only
+from ...core.device.precision import running_statistics
 from ...core.model.logits import Deferred, Logits, defer, is_deferred
 from ...core.torch_compat.torch_private import tree_flatten
 
@@ -42,8 +43,9 @@ class ChunkedLoss:
         evaluation_logits: False: where an evaluation computes the loss, its logits are not made whole and cannot be read.
 
     Raises:
-        ConfigError: there is no such module, or a wrong number.
-        StrategyError: in training, if ``z_loss`` is given and the model's forward computes no ``cross_entropy`` of its logits.
+        ConfigError: there is no such module, or it has no forward or a batch normalisation; a wrong number.
+        StrategyError: in training, if ``z_loss`` is given and the model's forward computes no ``cross_entropy`` of its logits; at
+            the first forward, if the head does not compute each row by itself, with parameters of its own.
 
     Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024; z-loss: Chowdhery et al., "PaLM: Scaling
     Language Modeling with Pathways", 2022.
@@ -63,6 +65,8 @@ class ChunkedLoss:
     ) -> None:
         if type(chunk) is not int or chunk < 1:
             raise ConfigError(f"{where}.chunk: {chunk!r} is not allowed, give a number of tokens, 1 or more")
+        if head is not None and not isinstance(head, str):
+            raise ConfigError(f"{where}.head: {head!r} is not allowed, give the name of a module")
         if type(z_loss) not in (int, float) or not 0 <= z_loss < math.inf:
             raise ConfigError(f"{where}.z_loss: {z_loss!r} is not allowed, give a number, 0 or more, such as 1e-4")
         if type(evaluation_logits) is not bool:
@@ -75,13 +79,23 @@ class ChunkedLoss:
         head = self._found(module)
         if is_deferred(head):
             raise ConfigError(f"{self._where}: the model has a ChunkedLoss already, leave one out")
+        kind = type(head).__name__
+        if type(head).forward is nn.Module.forward and "forward" not in vars(head):
+            raise ConfigError(
+                f"{self._where}.head: is a {kind}, which has no forward; give the module that makes logits"
+            )
+        if statistics := next(iter(running_statistics(head)), None):
+            raise ConfigError(
+                f"{self._where}.head: is a {kind} with {statistics}, a statistic of all tokens, of which it would see some at a time; "
+                "leave the transform out"
+            )
         deferred = defer(head, self._chunk, self._z_loss)
         module.register_forward_pre_hook(partial(_enter, deferred))
         module.register_forward_hook(partial(_leave, head, deferred, self._keeps))
 
     def _found(self, model: nn.Module) -> nn.Module:
         if self._head is not None:
-            names = [name for name, _ in model.named_modules() if name]
+            names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
             if self._head not in names:
                 raise ConfigError(
                     f'{self._where}.head: the model has no module "{self._head}"{suggest(self._head, names)}'
@@ -193,6 +207,8 @@ def _leave(head: nn.Module, deferred: Deferred, keeps: bool, module: nn.Module, 
         _check_used(head, deferred, module, output)
 
     def found(logits: Logits) -> Any:
+        if logits.layer is not head:  # of another ChunkedLoss
+            return logits
         if torch.is_grad_enabled():
             return _Gone(_AFTER) if logits.is_used else logits
         return _Gone(_AFTER_EVALUATION) if logits.is_used and not keeps else logits.whole()

@@ -178,6 +178,29 @@ CONTEXT: list[Row] = [
         'batch["use_cache"]: True is not possible with cp, whose processes have a shard of each cache',
     ),
     (
+        cut({"input_ids": ids(2, 8), "output_attentions": True}, of_transformers=True),
+        'batch["output_attentions"]: True is not possible with cp, whose attention has no weights of whole sequences',
+    ),
+    (cut({}), "batch: has no tensor, cp=2 needs those that are a sequence"),
+    (cut({"input_ids": [[1, 2], [3, 4]]}), "batch: has no tensor, cp=2 needs those that are"),
+    (cut({"input_ids": ids(8)}), "strategy.cp_keys.input_ids: 1 is no dimension of a tensor of shape (8,)"),
+    (
+        cut({"input_ids": ids(2, 8), "labels": ids(2)}),
+        "strategy.cp_keys.labels: 1 is no dimension of a tensor of shape (2,)",
+    ),
+    (
+        cut({"input_ids": ids(2, 8), "position_ids": ids(1, 9)}),
+        'batch["position_ids"]: has 9 positions and "input_ids" has 8, cp needs the same',
+    ),
+    (
+        cut({"input_ids": ids(2, 8), "attention_mask": ids(8)}, of_transformers=True),
+        'batch["attention_mask"]: has 1 dimensions, cp needs (samples, positions) with 0 for padding',
+    ),
+    (
+        cut({"input_ids": ids(2, 8), "attention_mask": "causal"}, of_transformers=True),
+        'batch["attention_mask"]: is str, cp needs (samples, positions) with 0 for padding',
+    ),
+    (
         cut({"input_ids": ids(2, 8)}, loss_weight=lambda data: 0.0),
         "model.loss_weight: gave 0 for 4 targets of a process; with strategy.cp targets that do not count are -100",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -237,6 +238,45 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (dict(matrices=["lm_head"], leave=["lm_*"]), '.leave: "lm_*" names lm_head.weight, which optim_wrapper.optimizer.matrices names too'),
     (dict(leave=["layers", "layers.*", "experts", "decode"]), '.leave: "layers" names no parameter of the model'),
     (dict(leave=["layers.*", "experts", "decode"]), ": Muon updates matrices, and Net trains none; choose AdamW"),
+    (dict(lr="0.02"), '.lr: "0.02" is not allowed, give a number or Tensor'),
+    (dict(lr=True), ".lr: True is not allowed, give a number or Tensor"),
+    (dict(lr=float("nan")), ".lr: nan is not allowed, give a finite number"),
+    (dict(weight_decay=-0.1), ".weight_decay: -0.1 is not allowed, give 0 or more"),
+    (dict(eps=-1.0), ".eps: -1.0 is not allowed, give 0 or more"),
+    (dict(momentum=-0.1), ".momentum: -0.1 is not allowed, give 0 to below 1"),
+    (dict(nesterov=1), ".nesterov: 1 is not allowed, give True or False"),
+    (dict(ns_steps=True), ".ns_steps: True is not allowed, give an integer"),
+    (dict(ns_steps=5.0), ".ns_steps: 5.0 is not allowed, give an integer"),
+    (dict(ns_steps=100), ".ns_steps: 100 is not allowed, give 1 to 99"),
+    (dict(ns_coefficients=3), ".ns_coefficients: 3 is not allowed, give a list"),
+    (dict(ns_coefficients="abc"), '.ns_coefficients: "abc" is not allowed, give a list'),
+    (dict(ns_coefficients=(1.0, 2.0, "3")), '.ns_coefficients[2]: "3" is not allowed, give a number'),
+    (dict(ns_coefficients=(1.0, 2.0, float("nan"))), ".ns_coefficients: (1.0, 2.0, nan) is not allowed, give finite numbers"),
+    (dict(ns_dtype=torch.float32), '.ns_dtype: torch.float32 is not allowed, choose "bfloat16", "float32" or "float64"'),
+    (dict(bucket_mb=-1), ".bucket_mb: -1 is not allowed, give a number above 0"),
+    (dict(bucket_mb="128"), '.bucket_mb: "128" is not allowed, give a number'),
+    (dict(matrices="lm_head"), '.matrices: "lm_head" is not allowed, give a list'),
+    (dict(matrices=None), ".matrices: None is not allowed, give a list"),
+    (dict(matrices=["*"]), '.matrices: "*" names scale, which is a number, no matrix'),
+    (dict(leave="lm_head"), '.leave: "lm_head" is not allowed, give a list'),
+    (dict(leave=[3]), ".leave[0]: 3 is not allowed, give a string"),
+    (dict(parts=["layers.*.qkv"]), ".parts: ['layers.*.qkv'] is not allowed, give a dict"),
+    (dict(parts={"layers.*.qkv": 0}), '.parts["layers.*.qkv"]: 0 is not allowed, give a number of parts or a list of rows'),
+    (dict(parts={"layers.*.qkv": True}), '.parts["layers.*.qkv"]: True is not allowed, give a number of parts'),
+    (dict(parts={"layers.*.qkv": []}), '.parts["layers.*.qkv"]: [] is not allowed, give a number of parts'),
+    (dict(parts={"layers.*.qkv": [25, -1]}), '.parts["layers.*.qkv"]: [25, -1] is not allowed, give a number of parts'),
+    (dict(parts={"layers.*.qkv": dict(dim=1)}), '.parts["layers.*.qkv"]: None is not allowed, give a number of parts or a list of columns'),
+    (dict(parts={"layers.*.qkv": 3, "*.0.qkv": 2}), '.parts["*.0.qkv"]: names layers.0.qkv.weight, which "layers.*.qkv" names too; give one of them'),
+    (dict(parts={"layers.*.qkv.bias": 3}), '.parts["layers.*.qkv.bias"]: layers.0.qkv.bias is a vector, and not a matrix'),
+    (dict(others=[]), ".others: [] is not allowed, give a dict or a string"),
+    (dict(others="AdmaW"), '.others: "AdmaW" is no known optimizer, did you mean "AdamW"?'),
+    (dict(others=dict(type="AdamW", betas=(2.0, 0.9))), ".others: Invalid beta parameter at index 0: 2.0"),
+    (dict(others=dict(type="AdamW", lr=True)), ".others.lr: True is not allowed, give a number or Tensor"),
+    (dict(other="AdamW"), '.other: unknown key, did you mean "others"?'),
+    (dict(part_sizes=(3,)), '.part_sizes: unknown key, did you mean "parts"?'),
+    (dict(fused=True), ".fused: unknown key, choose lr, weight_decay, momentum"),
+    (dict(where="x"), ".where: is filled in by flextrain, leave it out"),
+    (dict(type="Moun"), '.type: "Moun" is no known optimizer, did you mean "Muon"?'),
 ]  # fmt: skip
 
 
@@ -253,9 +293,58 @@ def test_wrong_configurations(options: dict[str, Any], message: str) -> None:
     [
         ({}, dict(custom_keys={"layers": dict(betaz=1)}), "optim_wrapper.paramwise_cfg.custom_keys.layers.betaz: unknown key"),
         (dict(others="AdamW"), dict(bias_lr_mult=2.0), "optim_wrapper.optimizer.others.lr: missing, paramwise_cfg multiplies it"),
+        ({}, dict(custom_keys={"layers": dict(momentum=3.0)}), "optim_wrapper.paramwise_cfg.custom_keys.layers.momentum: 3.0 is not allowed"),
+        ({}, dict(custom_keys={"layers": dict(ns_steps=0)}), "optim_wrapper.paramwise_cfg.custom_keys.layers.ns_steps: 0 is not allowed"),
+        ({}, dict(custom_keys={"layers": dict(eps=float("nan"))}), "optim_wrapper.paramwise_cfg.custom_keys.layers.eps: nan is not allowed"),
+        ({}, dict(custom_keys={"embed": dict(betas=(2.0, 0.9))}), "optim_wrapper.paramwise_cfg.custom_keys.embed: Invalid beta parameter"),
+        ({}, dict(custom_keys={"qkv": dict(parts=3)}), "optim_wrapper.paramwise_cfg.custom_keys.qkv.parts: unknown key, choose lr_mult"),
+        ({}, dict(custom_keys={"qkv": dict(leave=["x"])}), "optim_wrapper.paramwise_cfg.custom_keys.qkv.leave: unknown key"),
+        ({}, dict(custom_keys={"embed": dict(others="SGD")}), "optim_wrapper.paramwise_cfg.custom_keys.embed.others: unknown key"),
     ],
 )  # fmt: skip
 def test_wrong_settings_of_parameters(options: dict[str, Any], paramwise: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         built(Net(), paramwise, **options)
     assert str(caught.value).startswith(message)
+
+
+class Matrices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24, bias=False), nn.Linear(24, 8, bias=False)
+
+
+NAMED = [dict(others="AdamW"), dict(matrices=["qkv"]), dict(leave=["qkv"]), dict(parts={"qkv": 3})]
+
+
+@pytest.mark.parametrize("options", NAMED, ids=str)
+@pytest.mark.parametrize("how", ["built", "function"])
+def test_names_have_no_effect_without_a_model(how: str, options: dict[str, Any]) -> None:
+    """An optimizer that is built of parameters, or by a function, does not know what they are called."""
+    model, (key,) = Matrices(), options
+
+    def make() -> object:
+        if how == "built":
+            return Muon(model.parameters(), **options)
+        return SingleDeviceStrategy(device="cpu").setup(model, OptimWrapper(partial(Muon, lr=0.1, **options)))
+
+    with pytest.raises(
+        ConfigError, match=rf"^optimizer\.{key}: has no effect on parameters without the model that names them"
+    ):
+        make()
+
+
+def test_parameters_that_muon_does_not_take() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^optimizer: Muon updates real matrices, and a parameter is torch.float32 of shape"
+    ):
+        Muon(Net().parameters())
+    with pytest.raises(ValueError, match="empty parameter list"):
+        Muon([])
+    model = Matrices()
+    model.rotation = nn.Parameter(torch.zeros(8, 8, dtype=torch.complex64))
+    assert names(model) == ["qkv.weight", "out.weight"]
+    with pytest.raises(
+        ConfigError, match=r'^optimizer.matrices: "rotation" names rotation, which is of complex numbers$'
+    ):
+        names(model, matrices=["rotation"])

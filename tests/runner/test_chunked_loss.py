@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import pickle
+import types
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -267,6 +268,135 @@ def test_a_head_that_gets_more_than_hidden_states() -> None:
     ChunkedLoss(CHUNK, "head")(model)
     with pytest.raises(StrategyError, match="Linear, which makes the logits, is called with more than hidden states"):
         model(*data())
+
+
+class Borrowing(nn.Module):
+    """A matrix of another module, which is in no list of its parameters."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.scale, self.held = nn.Parameter(torch.ones(())), [table]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.held[0].weight.T * self.scale
+
+
+class Centring(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input - input.mean(1, keepdim=True))
+
+
+class Both(nn.Linear):
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(input), input
+
+
+class Turned(nn.Conv1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.mT).mT
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WORDS)
+
+
+LOST = r"ChunkedLoss: the gradient of a parameter \({}\) would be lost, with which {} makes the logits"
+ROWS_APART = "rows of hidden states are not computed each by itself in {}"
+HEADS: dict[str, tuple[Callable[[nn.Embedding], nn.Module], str]] = {
+    "borrowing": (Borrowing, LOST.format(r"one of shape \(97, 8\)", "Borrowing")),
+    "spectral norm": (lambda _: nn.utils.spectral_norm(linear()), LOST.format("weight_orig", "Linear")),
+    "weight norm": (lambda _: nn.utils.weight_norm(linear()), LOST.format("weight_[gv]", "Linear")),
+    "centring": (lambda _: Centring(WIDTH, WORDS), ROWS_APART.format("Centring")),
+    "normalising": (
+        lambda _: nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(WIDTH, track_running_stats=False), linear()),
+        r"rows of hidden states of shape \(4, 10, 8\) cannot be given to Sequential by themselves \(",
+    ),
+    "table": (lambda table: table, ROWS_APART.format("Embedding")),
+    "channels": (lambda _: nn.Conv1d(10, WORDS, 1), "cannot be given to Conv1d by themselves"),
+    "positions": (lambda _: Turned(WIDTH, WORDS, 3, padding=1), "Turned"),
+    "two outputs": (lambda _: Both(WIDTH, WORDS), "cannot be given to Both by themselves"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_whose_rows_or_gradients_would_be_others(name: str) -> None:
+    make, says = HEADS[name]
+    model = Speaker(LOSSES["flat"])
+    model.head = make(model.table)  # type: ignore[assignment]
+    if name == "table":
+        model.forward = lambda words, labels: {"loss": model.head(words).sum()}  # type: ignore[method-assign]
+    ChunkedLoss(CHUNK, "head")(model)
+    for _ in range(2):
+        with pytest.raises(StrategyError, match=says) as caught:
+            model(*data())
+        assert "\n" not in str(caught.value)
+
+
+def test_a_head_is_watched_once_and_draws_nothing_for_it() -> None:
+    """Its own forward, and weights that a parametrisation makes, are those of whole logits."""
+
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, input: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(functional.dropout(input, 0.5, self.training))
+
+    model = Speaker(LOSSES["flat"])
+    model.head = Counting(WIDTH, WORDS)
+    ChunkedLoss(CHUNK, "head")(model)
+    states = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        before = model.head.calls
+        model(*data())
+        states.append((torch.get_rng_state(), model.head.calls - before))
+    assert torch.equal(states[0][0], states[1][0])
+    assert states[0][1] == states[1][1] + 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda head: nn.utils.parametrizations.weight_norm(head),
+        lambda head: vars(head).update(forward=functools.partial(scaled, head)),
+        lambda head: vars(head).update(forward=types.MethodType(scaled, head)),
+    ],
+    ids=["parametrised", "partial", "method"],
+)
+def test_a_head_that_was_changed_on_the_object(change: Callable[[nn.Module], Any]) -> None:
+    torch.manual_seed(0)
+    expected = Speaker(LOSSES["flat"]).double()
+    change(expected.head)
+    found = copy.deepcopy(expected)
+    ChunkedLoss(CHUNK, "head")(found)
+    losses = [model(*data())["loss"] for model in (expected, found)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=1e-12)
+    for one, other in zip(expected.parameters(), found.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-12, atol=1e-12)
+
+
+def scaled(head: nn.Linear, x: Tensor) -> Tensor:
+    return functional.linear(x, head.weight, head.bias) * 3
+
+
+def test_two_heads_with_options_of_their_own() -> None:
+    model = Twice(lambda x, z, y: LOSSES["flat"](x, y) + LOSSES["flat"](z, y))  # type: ignore[arg-type]
+    model.second = linear()
+    model.forward = lambda words, labels: {  # type: ignore[method-assign]
+        "first": (x := model.head(model.table(words))),
+        "second": (z := model.second(model.table(words))),
+        "loss": cast(Any, model.says)(x, z, labels),
+    }
+    ChunkedLoss(CHUNK, "head", evaluation_logits=False)(model)
+    ChunkedLoss(CHUNK, "second")(model)
+    with torch.no_grad():
+        found = model(*data())
+    assert type(found["second"]) is Tensor
+    with pytest.raises(StrategyError, match="the logits of an evaluation are gone"):
+        torch.argmax(found["first"])
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
@@ -602,12 +732,40 @@ def test_copies_have_their_own_head() -> None:
         ({"z_loss": -1.0}, r"transforms\[0\].z_loss: -1.0 is not allowed, give a number, 0 or more, such as 1e-4"),
         ({"z_loss": float("nan")}, r"transforms\[0\].z_loss: nan is not allowed"),
         ({"evaluation_logits": 1}, r"transforms\[0\].evaluation_logits: 1 is not allowed, give True or False"),
-        ({"size": 3}, r"transforms\[0\].size"),
+        ({"size": 3}, r"transforms\[0\].size: unknown key, choose chunk, head, z_loss or evaluation_logits"),
+        ({"chunks": 3}, r'transforms\[0\].chunks: unknown key, did you mean "chunk"\?'),
+        ({"chunk": "1024"}, r'transforms\[0\].chunk: "1024" is not allowed, give an integer'),
+        ({"chunk": 2.0}, r"transforms\[0\].chunk: 2.0 is not allowed, give an integer"),
+        ({"chunk": -1}, r"transforms\[0\].chunk: -1 is not allowed, give a number of tokens, 1 or more"),
+        ({"chunk": None}, r"transforms\[0\].chunk: None is not allowed, give an integer"),
+        ({"head": 5}, r"transforms\[0\].head: 5 is not allowed, give a string"),
+        ({"head": ["head"]}, r"transforms\[0\].head: \['head'\] is not allowed, give a string"),
+        ({"head": ""}, r'transforms\[0\].head: the model has no module ""'),
+        ({"head": "parts"}, r"transforms\[0\].head: is a ModuleList, which has no forward; give the module that makes"),
+        ({"head": "parts.0"}, r"transforms\[0\].head: is a BatchNorm1d with running_mean, a statistic of all tokens"),
+        ({"z_loss": "1e-4"}, r'transforms\[0\].z_loss: "1e-4" is not allowed, give a number'),
+        ({"z_loss": True}, r"transforms\[0\].z_loss: True is not allowed, give a number"),
+        ({"z_loss": float("inf")}, r"transforms\[0\].z_loss: inf is not allowed, give a number, 0 or more"),
+        ({"evaluation_logits": None}, r"transforms\[0\].evaluation_logits: None is not allowed, give True or False"),
+        (
+            {"type": "ChunkedLos"},
+            r'transforms\[0\].type: "ChunkedLos" is no known transform, did you mean "ChunkedLoss"',
+        ),
+        ({"where": "x"}, r"transforms\[0\].where: is filled in by flextrain, leave it out"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], says: str, tmp_path: Any) -> None:
-    with pytest.raises(ConfigError, match=says):
-        runner(tmp_path, dict(type="ChunkedLoss", **options)).train()
+    model = Speaker(LOSSES["flat"])
+    model.parts = nn.ModuleList([nn.BatchNorm1d(WIDTH)])
+    with pytest.raises(ConfigError, match=says) as caught:
+        runner(tmp_path, dict({"type": "ChunkedLoss"}, **options), model=model).train()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("head", [5, ["head"]])
+def test_an_object_is_checked_as_a_configuration_is(head: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^ChunkedLoss.head: .* is not allowed, give the name of a module$"):
+        ChunkedLoss(head=head)
 
 
 def test_twice_and_compiled(tmp_path: Any) -> None:

@@ -16,7 +16,7 @@ from flextrain.core.checkpoint import Checkpoint
 from flextrain.core.hugging_face.transformers_private import biased_routers
 from flextrain.testing import WorkerGroup
 
-from ..mesh.models import MATRICES, VOCABULARY
+from ..mesh.models import MATRICES, VOCABULARY, Plain
 from ..mesh.parity import dtype_of
 from . import balanced
 from .balanced import EXPERTS, PLAN, Balanced, Router, joined, model, settings, tokens, trained
@@ -394,6 +394,51 @@ class Counting(Router):
         return weights, ids.flatten().bincount(minlength=EXPERTS)
 
 
+class Counted(Router):
+    """Gives the choice, and how often each expert is chosen."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        weights, ids = super().forward(tokens)
+        return weights, ids, ids.flatten().bincount(minlength=EXPERTS)
+
+
+class CountedBlock(SilentBlock):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__(width, heads, dropout)
+        self.router = Counted(width)
+
+
+class Uncalled(Balanced):
+    """Computes what its router would, without calling it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = self.norm(x := self.attention(x)).flatten(0, 1)
+        weights, ids = Router.forward(self.router, flat)
+        return x + self.experts(flat, ids, weights).view_as(x)
+
+
+class InMixture(SilentBlock):
+    """Has the bias itself, and returns no choice."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__(width, heads, dropout)
+        del self.router.expert_bias
+        self.expert_bias = nn.Buffer(torch.zeros(EXPERTS, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x)  # type: ignore[no-any-return]
+
+
+def sharing() -> nn.Module:
+    net: Any = model()
+    net.layers[1].router.expert_bias = net.layers[0].router.expert_bias
+    return net  # type: ignore[no-any-return]
+
+
+def zeros(*shape: int) -> Any:
+    return partial(with_bias, lambda: nn.Buffer(torch.zeros(shape, dtype=torch.float32)))
+
+
 class MaskingBlock(SilentBlock):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__(width, heads, dropout)
@@ -423,21 +468,81 @@ class CountingBlock(SilentBlock):
         (partial(model, SilentBlock), {}, "ExpertBiasHook.choice: layers.0.router, its output has no tensor of integers"),
         (partial(model, MaskingBlock), {}, r"layers.0.router, its output has integers of shape \(128, 4\) for 4 experts, which look like a mask"),
         (partial(model, CountingBlock), {}, r"its output has integers of shape \(4,\) for 4 experts, which look like a mask or counts"),
-        (model, dict(choice=lambda output: output[0]), "choice: layers.0.router, choice gave torch.float64, return a tensor"),
+        (model, dict(choice=lambda output: output[0]), r"choice: layers.0.router, choice gave a torch.float64 of shape \(128, 2\), return"),
         (Masked, {}, r"ExpertBiasHook.mask: attention_mask has shape \(8, 8\), and net.layers.0.router chooses for 128 tokens"),
+        (model, dict(update_speed=True), "update_speed: True is not allowed, give a number"),
+        (model, dict(update_speed="0.001"), 'update_speed: "0.001" is not allowed, give a number'),
+        (model, dict(update_speed=1.0), "update_speed: 1.0 is not allowed, give a number from 0 to below 1"),
+        (model, dict(update_speed=float("nan")), "update_speed: nan is not allowed, give a number from 0 to below 1"),
+        (model, dict(bias=""), "bias: '' is not allowed, give a name"),
+        (model, dict(bias=5), "bias: 5 is not allowed, give a string"),
+        (model, dict(mask=""), "mask: '' is not allowed, give a name"),
+        (model, dict(mask=["attention_mask"]), r"mask: \['attention_mask'\] is not allowed, give a string"),
+        (model, dict(mask="padding"), 'ExpertBiasHook.mask: Plain.forward has no argument "padding"'),
+        (Masked, dict(mask="attention_maks"), 'mask: Masked.forward has no argument "attention_maks", did you mean "attention_mask"'),
+        (model, dict(type="ExpertBiasHok"), '"ExpertBiasHok" is no known hook, did you mean "ExpertBiasHook"'),
+        (Plain, {}, 'ExpertBiasHook.bias: no router of transformers has a bias, and no module of the model a "expert_bias"$'),
+        (zeros(), {}, r"bias: layers.0.router.expert_bias is of shape \(\), give it one element for each expert"),
+        (zeros(1), {}, r"bias: layers.0.router.expert_bias is of shape \(1,\), give it one element for each expert"),
+        (sharing, {}, "bias: layers.1.router.expert_bias is layers.0.router.expert_bias too; give each router a bias of its own"),
+        (partial(model, CountedBlock), {}, "choice: layers.0.router, its output has 2 tensors of integers; return the chosen"),
+        (partial(model, InMixture), {}, "choice: layers.0, its output has no tensor of integers; return the chosen experts as one"),
+        (partial(model, Uncalled), {}, "ExpertBiasHook: layers.0.router was not called in an update, so that what it chooses is not"),
+        (model, dict(choice=lambda output: output[1].bool()), r"choice gave a torch.bool of shape \(128, 2\), return a tensor of"),
+        (model, dict(choice=lambda output: output[1][0, 0]), r"choice gave a torch.int64 of shape \(\), return a tensor of integers"),
+        (model, dict(choice=lambda output: output[1].tolist()), "choice gave list, return a tensor of integers"),
+        (model, dict(choice=lambda output: functional.one_hot(output[1], EXPERTS).sum(1)), r"choice gave integers of shape \(128, 4\) for 4 experts, which"),
+        (model, dict(choice=lambda output: output[1].flatten().bincount(minlength=EXPERTS)), r"choice gave integers of shape \(4,\) for 4 experts"),
     ],
 )  # fmt: skip
 def test_what_is_refused(tmp_path: Path, build: Any, options: dict[str, Any], says: str) -> None:
     samples = [{**one, "attention_mask": one["labels"][:8]} for one in tokens(24)] if build is Masked else tokens(24)
     loader = dict(batch_size=8, dataset=samples, collate_fn="default_collate")
     with refuses(ConfigError, matches=says):
-        trained(tmp_path, model=build, train_dataloader=loader, custom_hooks=[dict(type="ExpertBiasHook", **options)])
+        hooks = [dict({"type": "ExpertBiasHook"}, **options)]
+        trained(tmp_path, model=build, train_dataloader=loader, custom_hooks=hooks)
 
 
-def test_half_precision_is_refused(tmp_path: Path) -> None:
-    build = partial(with_bias, lambda: nn.Buffer(torch.zeros(EXPERTS, dtype=torch.bfloat16)))
-    with refuses(StrategyError, says="is bfloat16, in which steps of 0.05 are lost; keep it in float32"):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int64"])
+def test_half_precision_is_refused(tmp_path: Path, dtype: str) -> None:
+    build = partial(with_bias, lambda: nn.Buffer(torch.zeros(EXPERTS, dtype=getattr(torch, dtype))))
+    with refuses(StrategyError, says=f"is {dtype}, in which steps of 0.05 are lost; keep it in float32"):
         trained(tmp_path, model=build)
+
+
+def test_two_hooks_for_one_router_are_refused(tmp_path: Path) -> None:
+    """Each would move the bias."""
+    hooks = [dict(type="ExpertBiasHook", update_speed=0.05)] * 2
+    says = "ExpertBiasHook: layers.0.router.expert_bias is moved by another ExpertBiasHook already, leave one out"
+    with refuses(ConfigError, says=says):
+        trained(tmp_path, custom_hooks=hooks)
+
+
+def test_a_bias_that_checkpoints_leave_out_is_refused(tmp_path: Path) -> None:
+    build = partial(with_bias, lambda: nn.Parameter(torch.zeros(EXPERTS, dtype=torch.float32), requires_grad=False))
+    strategy = dict(type="SingleDeviceStrategy", device="cpu", exclude_frozen_parameters=True)
+    with refuses(ConfigError, begins="strategy.exclude_frozen_parameters: leaves layers.0.router.expert_bias out of"):
+        trained(tmp_path, strategy, model=build)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(choice=lambda output: output[1]), dict(bias="my_bias")], ids=["choice", "bias"]
+)
+def test_what_is_for_other_routers_than_those_of_transformers(tmp_path: Path, options: dict[str, Any]) -> None:
+    hooks = [dict(type="ExpertBiasHook", **options)]
+    begins = f"ExpertBiasHook.{next(iter(options))}: has no effect, all routers with a bias are those of transformers; leave it out"
+    given = settings(model=partial(of_transformers, "DeepseekV3"), custom_hooks=hooks)
+    with refuses(ConfigError, begins=begins):
+        make_runner(tmp_path, **given).train()
+
+
+def test_all_experts_may_be_chosen_by_a_function(tmp_path: Path) -> None:
+    hooks = [
+        dict(type="ExpertBiasHook", choice=lambda output: output[0].new_tensor([[2, 0, 3, 1]]).long().repeat(128, 1))
+    ]
+    loads, biases = trained(tmp_path, custom_hooks=hooks, **in_order())
+    assert loads[-1]["layers.0.router"] == [128] * EXPERTS
+    assert not any(biases[-1]["layers.0.router.expert_bias"])
 
 
 def test_another_name_and_a_function_for_the_choice(tmp_path: Path) -> None:

@@ -255,10 +255,12 @@ class SequenceBatches:
             if isinstance(value, Tensor) and self._dim(key) is not None and key != self.positions
         ]  # fmt: skip
         if not known:
-            names = ", ".join(f'"{key}"' for key, value in whole.items() if isinstance(value, Tensor)) or "no tensors"
+            names = [f'"{key}"' for key, value in whole.items() if isinstance(value, Tensor)]
+            if not names:
+                raise ConfigError(f"batch: has no tensor, cp={self._count} needs those that are a sequence")
             raise ConfigError(
-                f"strategy.cp_keys: names no entry of the batch, which has {names}; give the dimension of sequences by key, "
-                f"such as {{{names.split(', ')[0]}: 1}}"
+                f"strategy.cp_keys: names no entry of the batch, which has {', '.join(names)}; give the dimension of sequences by key, "
+                f"such as {{{names[0]}: 1}}"
             )
         main, dim = whole[known[0]], self._dim(known[0])
         assert dim is not None
@@ -273,6 +275,10 @@ class SequenceBatches:
             if whole.get("use_cache"):
                 raise ConfigError(
                     'batch["use_cache"]: True is not possible with cp, whose processes have a shard of each cache'
+                )
+            if whole.get("output_attentions"):
+                raise ConfigError(
+                    'batch["output_attentions"]: True is not possible with cp, whose attention has no weights of whole sequences'
                 )
         if self.positions is not None and whole.get(self.positions) is None:
             whole[self.positions] = torch.arange(length, device=main.device)[None]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....core.base.errors import ConfigError, StrategyError, unchecked
+from ....core.base.errors import ConfigError, StrategyError, suggest, unchecked
 from ....core.comm import collectives as dist
 from ....core.device.precision import running_statistics
 from ....core.hugging_face.transformers_private import pretrained_models
@@ -64,8 +64,9 @@ def check_positions(model: nn.Module, positions: str | None) -> None:
     parameters = inspect.signature(model.forward).parameters
     if positions not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         raise ConfigError(
-            f"strategy.cp_positions: {class_name(model)}.forward has no parameter {positions}, and would count positions from 0 on "
-            "every process; add it, name another one, or give None if it needs no positions"
+            f"strategy.cp_positions: {class_name(model)}.forward has no parameter {positions or repr(positions)}, and would count positions "
+            "from 0 on every process; add it, name another one, or give None if it needs no positions"
+            f"{suggest(positions, parameters)}"
         )
 
 
@@ -92,6 +93,11 @@ def check_of_transformers(model: Any, config: Any, kind: str) -> None:
         raise ConfigError(
             f"model.config.output_router_logits: True is not possible with strategy.cp={config.cp}, the balancing loss is no "
             "mean over positions; set it to False"
+        )
+    if getattr(settings, "output_attentions", False):
+        raise ConfigError(
+            f"model.config.output_attentions: True is not possible with strategy.cp={config.cp}, whose attention has no weights of whole "
+            "sequences; set it to False"
         )
     # In version 5 by kind of layer, where there are several.
     found = getattr(settings, "rope_parameters", None) or getattr(settings, "rope_scaling", None) or {}
