@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import orthogonal
 
 from flextrain.core.base.errors import ConfigError
 from flextrain.optim import OptimWrapper
-from flextrain.optim.matrices import find_roles
+from flextrain.optim.matrices import check_roles, find_roles
 from flextrain.optim.muon import Muon, newton_schulz
 from flextrain.strategies import SingleDeviceStrategy
 
@@ -103,6 +103,14 @@ def test_singular_values_come_near_one() -> None:
 def names(model: nn.Module, **rules: Any) -> list[str]:
     roles = find_roles(model, "optimizer", **rules)
     return [name for name, _ in model.named_parameters() if not roles[name].why_not]
+
+
+def test_the_log_says_who_updates_what(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="flextrain")
+    for model in (Net(), nn.Sequential(nn.Linear(4, 4, bias=False))):
+        check_roles(find_roles(model, "optimizer"), model, "optimizer", "AdamW")
+    assert caplog.messages[0].startswith("Muon updates 5 parameters, AdamW the other ")
+    assert caplog.messages[1] == "Muon updates 1 parameter, AdamW none"
 
 
 def test_matrices_are_those_of_hidden_layers() -> None:
