@@ -32,7 +32,7 @@ from ...core.checkpoint.chunks import is_ordinary
 from ...core.checkpoint.load import TensorInfo
 from ...core.checkpoint.participants import Participants
 from ...core.checkpoint.weights import is_adapter
-from ...core.comm.agreement import gather_differing, raising_together
+from ...core.comm.agreement import gather_differing, raising_together, told_by_rank_0
 from ...core.hugging_face.pretrained import META_KEY
 from ...core.model.module_state import own_loading
 from ...core.random.generators import rng_state
@@ -50,6 +50,7 @@ from ...strategies.parts import (
 )
 from ..options import Resume
 from .data_position import begin_epoch_anew, check_counts, continue_epoch, data_facts, load_loader, load_random
+from .going_back import left_out_since
 from .resumed_schedules import (
     check_optimizer,
     first_values,
@@ -386,8 +387,9 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
         loop.data.begin_anew()
         progress = begin_epoch_anew(loop.data, values["loop"])
     if options.data:
+        since = told_by_rank_0(lambda: left_out_since(runner, values["loop"]["iter"]))
         with piece(path, "data", "data"):
-            progress = continue_epoch(runner, values["data"], values["loop"])
+            progress = continue_epoch(runner, values["data"], values["loop"], since)
             load_loader(runner, values.get("loader", ()), progress)
 
     hooks = _hook_tensors(runner, checkpoint) if options.hooks else {}
