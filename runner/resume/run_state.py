@@ -377,8 +377,8 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
     _tell_what_is_left(runner, path, saved, template)
     absent = {f"model.{name}" for name in left_out(strategy)} - checkpoint.entries.keys()
     live = {key: tensor for key, tensor in _live_model(runner).items() if key not in absent}
-    _, _, report = match_weights(checkpoint, live, aliases(strategy))
-    if report := report.of_all():
+    matched, _, report = match_weights(checkpoint, live, aliases(strategy))
+    if report := report.with_untied(matched, live).of_all():
         raise CheckpointError(f"{path}: does not fit the model: {report}")
     check_adapters(runner, checkpoint, path)
     check_left_out(runner, checkpoint)
@@ -514,7 +514,7 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
     opened, extra = extra_template(runner, opened, revise_keys)
     live = _live_model(runner)
     source, fits, report = match_weights(opened, live, aliases(runner.strategy), revise_keys, across_adapters=True)
-    report = report.of_all()
+    report = report.with_untied(source, live).of_all()
     if report and (strict or not any(gather_differing(bool(fits)))):
         raise CheckpointError(f"{path}: does not fit the model: {report}")
     check_adapters(runner, opened, path)
