@@ -156,6 +156,9 @@ class OptimWrapper:
         constructor: a class, or its name, that creates the parameter groups; default: DefaultOptimWrapperConstructor.
     """
 
+    _has_seen_step = _sees_none = False  # see observe_steps
+    _observing: Any = None
+
     def __init__(
         self,
         optimizer: Any,
@@ -187,8 +190,6 @@ class OptimWrapper:
         self._backward_pre_hooks: list[Callable[[Tensor], None]] = []
         self._index, self._size, self._driven = 0, self.accumulate, False
         self._left: int | None = None  # micro-batches from the window's first on; None: no end is known
-        self._has_seen_step = self._sees_none = False  # see observe_steps
-        self._observing: Any = None
 
     # Called by the strategy, in this order
 

@@ -99,6 +99,11 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         """See OptimWrapper; by any optimizer."""
         return any(wrapper.has_updated for wrapper in self._wrappers.values())
 
+    def observe_steps(self) -> None:
+        """See OptimWrapper."""
+        for wrapper in self._wrappers.values():
+            wrapper.observe_steps()
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of all optimizers."""

@@ -381,8 +381,8 @@ class MatchReport:
         wanted = {f"loaded {name}": loaded for name, (_, loaded, _) in pairs.items()}
         wanted |= {f"second {name}": second for name, (_, _, second) in pairs.items()}
         source.renamed(entries).load(wanted)
-        for name, (key, loaded, second) in pairs.items():
-            held = zip(held_chunks(key, loaded).values(), held_chunks(key, second).values(), strict=True)
+        for name, (key, *both) in pairs.items():
+            held = zip(*(held_chunks(key, each).values() for each in both), strict=True)
             if not all(torch.equal(one, other) for one, other in held):
                 untied[name] = key.removeprefix(MODEL)
         return replace(self, untied=untied)

@@ -50,7 +50,6 @@ from ...strategies.parts import (
 )
 from ..options import Resume
 from .data_position import begin_epoch_anew, check_counts, continue_epoch, data_facts, load_loader, load_random
-from .going_back import left_out_since
 from .resumed_schedules import (
     check_optimizer,
     first_values,
@@ -387,6 +386,8 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
         loop.data.begin_anew()
         progress = begin_epoch_anew(loop.data, values["loop"])
     if options.data:
+        from .going_back import left_out_since  # a run that begins does without
+
         since = told_by_rank_0(lambda: left_out_since(runner, values["loop"]["iter"]))
         with piece(path, "data", "data"):
             progress = continue_epoch(runner, values["data"], values["loop"], since)
