@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from ..core.base.errors import ConfigError, counted, listed, suggest
 from ..core.device.precision import is_norm
+from ..core.model.weight_layout import inputs_come_first
 from .adapters import OF_OTHERS
 
-STRUCTURE = frozenset({OF_OTHERS, "stacked", "part_sizes", "part_dim"})
+_OF_MATRICES = ("stacked", "part_sizes", "part_dim", "transposed")
+STRUCTURE = frozenset({OF_OTHERS, *_OF_MATRICES})
 """Settings of groups that follow from the model and the configuration; checkpoints do not have them."""
 
 _HEADS = frozenset({"head", "heads", "lm_head", "classifier", "score", "embed_out", "logits", "fc_cls", "fc_reg"})
@@ -30,19 +32,21 @@ class Role:
         why_not: why it is no matrix to it, in words; empty if it is one.
         stacked: it has a matrix in every row, as stacks of experts have.
         part_sizes: rows of the matrices that are joined in it, or columns if ``part_dim`` is 1; empty: it is one.
+        transposed: the outputs of its matrices are columns; otherwise they are rows.
     """
 
     why_not: str = ""
     stacked: bool = False
     part_sizes: tuple[int, ...] = ()
     part_dim: int = 0
+    transposed: bool = False
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of its group."""
         if self.why_not:
             return {OF_OTHERS: True}
-        return {"stacked": self.stacked, "part_sizes": self.part_sizes, "part_dim": self.part_dim}
+        return {name: getattr(self, name) for name in _OF_MATRICES}
 
 
 def find_roles(
@@ -55,7 +59,7 @@ def find_roles(
     """Return the role of every parameter, under each of its names.
 
     Matrices are parameters of two dimensions, and stacks of experts: parameters of three dimensions of a module whose
-    ``num_experts`` is the first size. Not embeddings, by class or name, nor layers of normalisation, nor output heads: what ``get_output_embeddings`` of
+    ``num_experts`` is the first size. Not vectors of experts beside such a stack, embeddings, by class or name, nor layers of normalisation, nor output heads: what ``get_output_embeddings`` of
     transformers' models returns, and what is called ``head``, ``classifier`` and such outside of numbered layers. A tied parameter
     is left to the other optimizer if it is by one of its names.
 
@@ -80,8 +84,9 @@ def find_roles(
             if parameter.ndim < 2 or parameter.is_complex():
                 what = "of complex numbers" if parameter.is_complex() else f"{_shape(parameter)}, no matrix"
                 raise ConfigError(f'{where}.matrices: "{rule}" names {name}, which is {what}')
-            is_stack = parameter.ndim == 3 and not isinstance(_holder(model, name), (nn.Conv1d, nn.ConvTranspose1d))
-            found[id(parameter)] = Role(stacked=is_stack)
+            holder = _holder(model, name)
+            is_stack = parameter.ndim == 3 and not isinstance(holder, (nn.Conv1d, nn.ConvTranspose1d))
+            found[id(parameter)] = Role(stacked=is_stack, transposed=inputs_come_first(holder))
             chosen.add(id(parameter))
     for rule, own in _matching(leave, named, f"{where}.leave", whole_modules=True):
         for name, parameter in own:
@@ -121,7 +126,8 @@ def _holder(model: nn.Module, name: str) -> nn.Module:
 
 def _role(name: str, parameter: Tensor, holder: nn.Module, is_head: bool) -> Role:
     *path, own = name.split(".")
-    if isinstance(holder, (nn.Embedding, nn.EmbeddingBag)) or "embed" in own:
+    is_adapter = any(part.startswith("lora_embedding_") for part in path)
+    if isinstance(holder, (nn.Embedding, nn.EmbeddingBag)) or "embed" in own or is_adapter:
         return Role("an embedding")
     if parameter.ndim < 2 or (1 in parameter.shape[-2:] and parameter.ndim == 2):
         return Role("a vector" if parameter.ndim else "a number")
@@ -132,9 +138,17 @@ def _role(name: str, parameter: Tensor, holder: nn.Module, is_head: bool) -> Rol
     first = next((i for i, part in enumerate(path) if part.isdecimal()), len(path))
     if is_head or any(part in _HEADS or part.endswith("_head") for part in path[:first]):
         return Role("of an output head")
-    if parameter.ndim == 3 and getattr(holder, "num_experts", None) == parameter.shape[0]:
-        return Role(stacked=True)
-    return Role(f"of {parameter.ndim} dimensions") if parameter.ndim > 2 else Role()
+    experts = getattr(holder, "num_experts", None)
+    if experts == parameter.shape[0] and parameter.ndim == 2 and _has_stack(holder, experts):
+        return Role("a vector for each expert")
+    if experts == parameter.shape[0] and parameter.ndim == 3:
+        return Role(stacked=True, transposed=inputs_come_first(holder))
+    return Role(f"of {parameter.ndim} dimensions") if parameter.ndim > 2 else Role(transposed=inputs_come_first(holder))
+
+
+def _has_stack(holder: nn.Module, experts: int) -> bool:
+    """Whether a module has a matrix for each expert, beside which a parameter of two dimensions is a bias, and no router."""
+    return any(own.ndim == 3 and own.shape[0] == experts for own in holder.parameters(recurse=False))
 
 
 def _matching(

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..core.base.errors import ConfigError
 from ..core.base.registry import OPTIMIZERS
 from .adapters import OF_OTHERS
-from .matrices import STRUCTURE, matrices_of
+from .matrices import STRUCTURE, Role, matrices_of
 from .owners import Chunk, Matrix, OwnerExchange, Plans, exchanges, held_as, own_gradient, own_tensor
 
 AdjustLR = Literal["original", "match_rms_adamw", "spectral_unclamped"]
@@ -36,7 +36,7 @@ class Muon(Optimizer):
 
     The groups have torch's settings, and some that a configuration finds by the model: ``of_others`` for the groups of
     ``others``; ``stacked`` for parameters that have a matrix in every row; ``part_sizes`` and ``part_dim`` for parameters in which
-    matrices are joined. Parameters of more dimensions that are not stacked are matrices with a row for every index of the first.
+    matrices are joined; ``transposed`` for those whose outputs are columns. Parameters of more dimensions that are not stacked are matrices with a row for every index of the first.
 
     Rounding: a gradient of low rank (few tokens, or inputs whose mean a layer norm has taken) has singular values of zero, which the iteration does
     not leave at zero in bfloat16: it magnifies rounding errors, by about 3.4 in each step. There two processes' sums in
@@ -52,7 +52,8 @@ class Muon(Optimizer):
         ns_coefficients: of the polynomial a X + b (X X^T) X + c (X X^T)^2 X.
         eps: the smallest norm that U is divided by.
         ns_steps: 1 to 99.
-        adjust_lr_fn: factor for a matrix of A rows (outputs) and B columns: "original" or None, sqrt(max(1, A / B));
+        adjust_lr_fn: factor for a matrix of A outputs and B inputs, which are rows and columns but of layers that have their inputs first,
+            see ``inputs_come_first``: "original" or None, sqrt(max(1, A / B));
             "match_rms_adamw", 0.2 sqrt(max(A, B)), with which AdamW's learning rates and decay serve;
             "spectral_unclamped", sqrt(A / B).
         others: configuration of the optimizer for embeddings, output heads, vectors and all else that is no matrix.
@@ -117,7 +118,7 @@ class Muon(Optimizer):
                         f'dict(type="Muon", {key}=...)'
                     )
         own = [dict(group) for group in groups if not group.get(OF_OTHERS)]
-        super().__init__(own or [{"params": []}], {**defaults, "stacked": False, "part_sizes": (), "part_dim": 0})
+        super().__init__(own or [{"params": []}], {**defaults, **Role().settings})
         self.param_groups = [group for group in self.param_groups if group["params"]]
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.ndim < 2 or parameter.is_complex():
@@ -215,7 +216,8 @@ class _Update(NamedTuple):
     def apply(self, matrix: Matrix, chunk: Chunk, values: Tensor) -> None:
         """Add a chunk of the result to the weights."""
         rows, *columns = matrix.shape[1:] if self.group["stacked"] else matrix.shape
-        lr = adjusted_lr(float(self.group["lr"]), self.group["adjust_lr_fn"], rows, math.prod(columns))
+        sizes = (math.prod(columns), rows) if self.group["transposed"] else (rows, math.prod(columns))
+        lr = adjusted_lr(float(self.group["lr"]), self.group["adjust_lr_fn"], *sizes)
         weights = chunk.of(self.weights)
         weights.add_(values.to(weights.device), alpha=-lr)
 
@@ -246,13 +248,13 @@ def newton_schulz(matrix: Tensor, coefficients: Sequence[float], steps: int, eps
     return x.T if matrix.size(0) > matrix.size(1) else x
 
 
-def adjusted_lr(lr: float, function: str | None, rows: int, columns: int) -> float:
-    """Return the learning rate for a matrix of this shape; see ``Muon``."""
+def adjusted_lr(lr: float, function: str | None, outputs: int, inputs: int) -> float:
+    """Return the learning rate for a matrix of this size; see ``Muon``."""
     if function == "match_rms_adamw":
-        return lr * (0.2 * math.sqrt(max(rows, columns)))
+        return lr * (0.2 * math.sqrt(max(outputs, inputs)))
     if function == "spectral_unclamped":
-        return lr * math.sqrt(rows / columns)
-    return lr * math.sqrt(max(1, rows / columns))
+        return lr * math.sqrt(outputs / inputs)
+    return lr * math.sqrt(max(1, outputs / inputs))
 
 
 def _check(settings: Mapping[str, Any], bucket_mb: float, where: str) -> None:

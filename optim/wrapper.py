@@ -20,7 +20,7 @@ from ..core.base.overriding import overridden
 from ..core.base.registry import OPTIM_WRAPPERS
 from ..core.comm.collectives import all_reduce
 from ..core.device.precision import Precision
-from ..core.torch_compat.torch_private import has_values, with_values
+from ..core.torch_compat.torch_private import has_values, tells_steps, with_values
 from . import gradients
 from .adapters import (
     DeepSpeedAdamAdapter,
@@ -114,6 +114,7 @@ class StepInfo:
 
 _APPLIED = StepInfo()
 _NONE_YET = StepInfo()
+_UNTOLD = StepInfo()  # of a step of the user's own, which does not say what it has done
 
 
 class ClipGrad(Config):
@@ -154,6 +155,9 @@ class OptimWrapper:
             of one's own, also that one's keys.
         constructor: a class, or its name, that creates the parameter groups; default: DefaultOptimWrapperConstructor.
     """
+
+    _has_seen_step = _sees_none = False  # see observe_steps
+    _observing: Any = None
 
     def __init__(
         self,
@@ -342,12 +346,29 @@ class OptimWrapper:
         """Announce micro-batch ``index`` of a window of ``size``; called by the training loop."""
         self._index, self._size, self._driven = index, size, True
         if index == 0:
-            self.last_step = _NONE_YET
+            self.last_step, self._has_seen_step = _NONE_YET, self._sees_none
 
     @property
     def has_stepped(self) -> bool:
         """Whether an update was made or skipped since the window began."""
         return self.last_step is not _NONE_YET
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether an update was made since the window began: it was neither skipped nor left out by the recipe or the model."""
+        is_told = self.last_step is not _NONE_YET and self.last_step is not _UNTOLD
+        return not self.last_step.skipped and (is_told or self._has_seen_step)
+
+    def observe_steps(self) -> None:
+        """Look at the torch optimizer for ``has_updated``, because others than this class's ``step`` decide on updates."""
+        if self._observing is not None:
+            self._observing.remove()
+        can_tell = tells_steps(self.optimizer)
+        self._observing = self.optimizer.register_step_post_hook(self._see_step) if can_tell else None
+        self._sees_none = not can_tell  # then every window counts as one with an update
+
+    def _see_step(self, *_: Any) -> None:
+        self._has_seen_step = True
 
     def should_sync(self) -> bool:
         """Return whether gradients are reduced in the current micro-batch: if it is the last of its window."""
@@ -409,7 +430,7 @@ class OptimWrapper:
             if isinstance(info, StepInfo):
                 self.last_step = info
             elif not self.has_stepped:
-                self.last_step = _APPLIED
+                self.last_step = _UNTOLD
         return self.last_step
 
     def step(self) -> StepInfo:

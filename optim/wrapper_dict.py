@@ -90,6 +90,21 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         return StepInfo(None, bool(steps) and all(step.skipped for step in steps))
 
     @property
+    def has_stepped(self) -> bool:
+        """See OptimWrapper; of any optimizer."""
+        return any(wrapper.has_stepped for wrapper in self._wrappers.values())
+
+    @property
+    def has_updated(self) -> bool:
+        """See OptimWrapper; by any optimizer."""
+        return any(wrapper.has_updated for wrapper in self._wrappers.values())
+
+    def observe_steps(self) -> None:
+        """See OptimWrapper."""
+        for wrapper in self._wrappers.values():
+            wrapper.observe_steps()
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of all optimizers."""
         return [group for wrapper in self._wrappers.values() for group in wrapper.param_groups]

@@ -175,12 +175,20 @@ def _by_own_switch(model: nn.Module) -> None:
         switch = next((one for one in _SWITCHES if callable(getattr(module, one, None))), None)
         if switch is not None and not inside:
             _switch_on(module, switch)
+            _keep_buffers(module)
             switched.append(name)
     if not switched:
         raise ConfigError(
             f'{_WHERE}: "model" needs a model with gradient_checkpointing_enable, which {type(model).__name__} does not have; '
             "give dict(classes=[...])"
         )
+
+
+def _keep_buffers(model: nn.Module) -> None:
+    """Let each module with buffers leave them in backward as they are: what a model's own switch computes again is not known."""
+    for part in model.modules():
+        if any(True for _ in part.buffers(recurse=False)) and not isinstance(part, torch.jit.ScriptModule):
+            part.forward = functools.partial(_keeping_buffers, part.forward, part)
 
 
 def _switch_on(module: Any, switch: str) -> None:

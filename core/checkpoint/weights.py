@@ -6,14 +6,17 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError, counted, nearest
 from ..comm.agreement import gather_differing, raising_together, told_by_rank_0
 from ..model.module_state import EXTRA, module_of
+from ..torch_compat.torch_private import has_values
+from .chunks import held_chunks
 from .directory import is_a_folder_of_them, is_checkpoint, newest_in
 from .folders import as_path, is_local
 from .foreign import weights_file as hugging_face
@@ -328,28 +331,61 @@ class MatchReport:
         unexpected: names that only the file has.
         misshaped: names whose shapes differ, to (shape in the file, shape in the model).
         kept: names that only the model has, and rightly: of adapters if the file has a base, of the base if it has adapters.
+        second: what the file has of a tied parameter besides what is loaded, by the name there: the model's key, and the entry.
+        untied: names of these that ``with_untied`` has found to have other values, to the name in the model.
     """
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     misshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     kept: tuple[str, ...] = ()
+    second: Mapping[str, tuple[str, SavedTensor]] = field(default_factory=dict)
+    untied: Mapping[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """Whether there is any mismatch."""
-        return bool(self.missing or self.unexpected or self.misshaped)
+        return bool(self.missing or self.unexpected or self.misshaped or self.untied)
 
     def of_all(self) -> MatchReport:
         """Combine the reports of all processes: names missing on any, unexpected on all; a collective."""
-        own = (self.missing, self.unexpected, dict(self.misshaped), self.kept)
-        missing, unexpected, misshaped, kept = zip(*gather_differing(own), strict=True)
+        own = (self.missing, self.unexpected, dict(self.misshaped), self.kept, dict(self.untied))
+        missing, unexpected, misshaped, kept, untied = zip(*gather_differing(own), strict=True)
         lacking_everywhere = set.intersection(*map(set, unexpected))
         return MatchReport(
             missing=tuple(dict.fromkeys(name for names in missing for name in names)),
             unexpected=tuple(name for name in self.unexpected if name in lacking_everywhere),
             misshaped={name: shapes for found in misshaped for name, shapes in found.items()},
             kept=tuple(dict.fromkeys(name for names in kept for name in names)),
+            untied={name: first for found in untied for name, first in found.items()},
         )
+
+    def with_untied(self, source: Checkpoint, template: Mapping[str, Tensor]) -> MatchReport:
+        """Compare what the file has under several names of a tied parameter; a collective, which reads what may differ.
+
+        Args:
+            source: what ``match_weights`` returned with this report.
+            template: as for ``match_weights``; its tensors stay as they are.
+        """
+        if not any(gather_differing(bool(self.second))):
+            return self
+        entries: dict[str, SavedTensor] = {}
+        pairs: dict[str, tuple[str, Tensor, Tensor]] = {}
+        untied: dict[str, str] = {}
+        for name, (key, entry) in self.second.items():
+            tensor, loaded = template.get(key), source.entries[key]
+            if entry.shape != loaded.shape:
+                untied[name] = key.removeprefix(MODEL)
+            elif tensor is not None and has_values(tensor) and tuple(tensor.shape) == entry.shape:
+                pairs[name] = (key, tensor.detach().clone(), tensor.detach().clone())
+                entries |= {f"loaded {name}": loaded, f"second {name}": entry}
+        wanted = {f"loaded {name}": loaded for name, (_, loaded, _) in pairs.items()}
+        wanted |= {f"second {name}": second for name, (_, _, second) in pairs.items()}
+        source.renamed(entries).load(wanted)
+        for name, (key, *both) in pairs.items():
+            held = zip(*(held_chunks(key, each).values() for each in both), strict=True)
+            if not all(torch.equal(one, other) for one, other in held):
+                untied[name] = key.removeprefix(MODEL)
+        return replace(self, untied=untied)
 
     def __str__(self) -> str:
         parts = []
@@ -360,6 +396,9 @@ class MatchReport:
         if self.misshaped:
             shapes = [f"{name} (file {saved}, model {own})" for name, (saved, own) in self.misshaped.items()]
             parts.append(f"other shape {_listed(shapes, ())}")
+        parts += [
+            f"{name} has other values than {first}, to which the model ties it" for name, first in self.untied.items()
+        ]
         return "; ".join(parts)
 
 
@@ -390,10 +429,12 @@ def match_weights(
     # The first name of a tied parameter comes last, so that it counts if the file has both.
     names = sorted(there, key=lambda name: name not in aliases)
     entries = {MODEL + aliases.get(name, name): there[name] for name in names}
+    second = {name: (MODEL + aliases.get(name, name), there[name]) for name in names}
     own = {key: tuple(tensor.shape) for key, tensor in template.items() if key.startswith(MODEL)}
     from_file = {key.removeprefix(MODEL) for key in entries}
     if across_adapters:
-        entries = _across_adapters(entries, own, aliases)
+        entries, more = _across_adapters(entries, own, aliases)
+        second |= more
     misshaped = {
         key.removeprefix(MODEL): (entries[key].shape, shape)
         for key, shape in own.items()
@@ -406,6 +447,7 @@ def match_weights(
         unexpected=tuple(key.removeprefix(MODEL) for key in entries if key not in own),
         misshaped=misshaped,
         kept=tuple(name for name in missing if name in kept),
+        second={name: (key, entry) for name, (key, entry) in second.items() if entries.get(key, entry) != entry},
     )
     fits = {key: template[key] for key, shape in own.items() if key in entries and entries[key].shape == shape}
     return source.renamed(entries), fits, report
@@ -413,23 +455,28 @@ def match_weights(
 
 def _across_adapters(
     entries: Mapping[str, SavedTensor], own: Mapping[str, object], aliases: Mapping[str, str]
-) -> dict[str, SavedTensor]:
-    """The entries under the names that a model has for them, if it or the file has adapters of peft."""
+) -> tuple[dict[str, SavedTensor], dict[str, tuple[str, SavedTensor]]]:
+    """The entries under the names that a model has for them, if it or the file has adapters of peft; and ``second``."""
     there = {key.removeprefix(MODEL): entry for key, entry in entries.items()}
     wanted = [key.removeprefix(MODEL) for key in own]
     found = renamed_sources(dict.fromkeys([*wanted, *aliases]), there)
     used = {name for name in found.values() if name not in wanted}
     result = {MODEL + name: entry for name, entry in there.items() if name not in used}
+    second: dict[str, tuple[str, SavedTensor]] = {}
     # The first name of a tied parameter comes last, so that it counts if the file has both.
     for name in sorted(found, key=lambda name: name not in aliases):
-        entry = there[found[name]]
-        if result.setdefault(MODEL + aliases.get(name, name), entry) is not entry and COPIES in found[name].split("."):
+        entry, key = there[found[name]], MODEL + aliases.get(name, name)
+        if result.setdefault(key, entry) is entry:
+            continue
+        if COPIES in found[name].split("."):
             result[MODEL + found[name]] = entry  # a trained copy has no place in a model that ties the two: it is told
+        else:
+            second[found[name]] = (key, entry)
     # A copy of a tied parameter begins with it, which the file may have under another name alone.
     for copy, original in copies_of([*wanted, *aliases], wanted).items():
         if (first := MODEL + aliases.get(original, original)) in result:
             result.setdefault(MODEL + copy, result[first])
-    return result
+    return result, second
 
 
 def _listed(names: Sequence[str], others: Iterable[str], limit: int = 10) -> str:

@@ -492,6 +492,11 @@ class Both(AbstractContextManager[None]):
         self._open.__exit__(*error)
 
 
+def tells_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer calls its step hooks; one that does not call Optimizer's constructor may call none. 2.6, 2.15."""
+    return bool(getattr(type(optimizer).step, "hooked", False))
+
+
 def in_backward() -> bool:
     """Whether autograd runs backward in this thread, which may compute a forward again. 2.6, 2.15."""
     return bool(torch._C._current_graph_task_id() != -1)

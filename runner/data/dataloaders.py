@@ -416,8 +416,8 @@ class TrainData:
         """What ``lasting_position`` counts."""
         return "updates" if self.splittable is None else "samples"
 
-    def leave_out(self, begin: tuple[int, int], end: tuple[int, int]) -> list[LeftOut]:
-        """Jump over the data from one (epoch, position) to another, and return what that is in each epoch."""
+    def spans(self, begin: tuple[int, int], end: tuple[int, int]) -> list[LeftOut]:
+        """Return what lies from one (epoch, lasting position) to another, in each epoch."""
         spans, whole = [], self.epoch_length
         if self.splittable is not None:
             whole = None if self.infinite else self.splittable.num_samples
@@ -427,7 +427,6 @@ class TrainData:
             until = whole if stop is None else stop
             if until is None or start < until:
                 spans.append(LeftOut(epoch=epoch, start=start, stop=stop, counts=self.position_counts))
-        self.left_out += spans
         return spans
 
     def go_on_at(self, epoch: int, window: int) -> int | None:

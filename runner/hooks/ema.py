@@ -139,8 +139,8 @@ class EMAHook(Hook):
 
     The model's own weights are restored afterwards, also when validation raises. A checkpoint holds them as the model,
     and the averages beside them. If there are float32 master weights, the average follows these. Averages of
-    half-precision weights are kept in float32, because small momenta need the precision. An update that loss scaling
-    skipped does not move the average.
+    half-precision weights are kept in float32, because small momenta need the precision. The average does not move where no
+    update was made: loss scaling skipped it, or the recipe (``should_update``) or the model (``train_step``) left it out.
 
     Args:
         ema_type: ExponentialMovingAverage, StochasticWeightAverage (the mean of all), or MomentumAnnealingEMA (the
@@ -214,9 +214,9 @@ class EMAHook(Hook):
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Move the average if the update was applied."""
+        """Move the average if an update was made."""
         optim = runner.optim_wrapper
-        if not self._has_begun(runner) or optim is None or optim.last_step.skipped:
+        if not self._has_begun(runner) or optim is None or not optim.has_updated:
             return
         if self._updates == 0:
             self._get().copy_from_model()
@@ -388,8 +388,8 @@ class TeacherHook(Hook):
     """Makes one part of the model, the teacher, the moving average of another, the student.
 
     Contrastive learning and self-distillation (MoCo, BYOL, DINO, mean teachers) train a student against such a teacher. It
-    moves once after every update that was applied: with accumulation after the whole window, and not after an update that loss
-    scaling skipped. It is a part of the model, so it is in checkpoints, and the strategy shards it: each process
+    moves once after every update that was made: with accumulation after the whole window, and not where loss scaling skipped an
+    update or the recipe left it out. It is a part of the model, so it is in checkpoints, and the strategy shards it: each process
     averages its own shard. Its parameters must be frozen, so that no optimizer has them. Half-precision weights are averaged
     in float32. Buffers, such as running statistics, are the teacher's own.
 
@@ -477,9 +477,9 @@ class TeacherHook(Hook):
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Move the teacher if the update was applied."""
+        """Move the teacher if an update was made."""
         optim = runner.optim_wrapper
-        if optim is None or optim.last_step.skipped:
+        if optim is None or not optim.has_updated:
             return
         share = self._share(runner.iter, runner.max_iters)
         with torch.no_grad():

@@ -181,7 +181,7 @@ def _is_integer(value: Any) -> bool:
 class ExpertBiasHook(Hook):
     """Keeps the experts of mixtures equally busy by a bias, which their routers add to the scores when they choose.
 
-    After every applied update the bias of an expert that was chosen less often than the mean of its mixture grows by
+    After every update that was made the bias of an expert that was chosen less often than the mean of its mixture grows by
     ``update_speed``, and that of one that was chosen more often falls. Choices are counted over all micro-batches of the update
     and all processes with other tokens, once where backward computes a forward again, and only in training. Nothing waits for
     the device. The bias is part of the model, and so of checkpoints; the hook has no state.
@@ -237,6 +237,7 @@ class ExpertBiasHook(Hook):
         self._routers: list[_Router] = []
         self._loads: ExpertLoads | None = None
         self._last: Tensor | None = None
+        self._left: Tensor | None = None  # counts since the last update, if windows without one came after it
         self._handles: list[Any] = []
         self._run: Run | None = None  # while an update is under way
         self._counted: Any = None  # the mask of the micro-batch under way
@@ -307,7 +308,7 @@ class ExpertBiasHook(Hook):
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Move the biases, if the update was applied."""
+        """Move the biases, if an update was made; a window without one counts in the next, as its gradients do."""
         assert self._loads is not None, "before_train makes it"
         self._run = self._counted = None
         if self._called is not None:
@@ -319,8 +320,10 @@ class ExpertBiasHook(Hook):
                     )
             self._called = None
         optim = runner.optim_wrapper
-        self._last = counts = self._tokens.sum(self._loads.take())
-        if optim is not None and not optim.last_step.skipped:
+        counts = self._tokens.sum(self._loads.take())
+        self._last = counts = counts if self._left is None else counts + self._left
+        self._left = None if optim is None or optim.has_stepped or optim.has_updated else counts
+        if optim is not None and optim.has_updated:
             self._move(runner, self._loads.directions(counts))
         imbalance, dropped = self._loads.imbalance(counts), self._loads.dropped(counts)
         if (stages := runner.strategy.topology.model) is not None:
@@ -340,7 +343,7 @@ class ExpertBiasHook(Hook):
     def _leave(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._run, self._counted = [], None, None
+        self._handles, self._run, self._counted, self._left = [], None, None, None
 
     @torch.no_grad()
     def _move(self, runner: Run, directions: Tensor) -> None:

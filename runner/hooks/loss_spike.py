@@ -16,13 +16,16 @@ from ...core.comm.agreement import told_by_rank_0
 from ...core.comm.collectives import broadcast_object
 from ..reporting.message_hub import AVERAGED
 from ..resume.choose_checkpoint import GoBack
-from ..resume.going_back import newest_until
+from ..resume.going_back import newest_until, noted_since_the_start
 from .checkpoint import CheckpointHook
 from .hook import Hook
 from .logger import LoggerHook
 
 if TYPE_CHECKING:
     from ..run import Run
+
+_TIMES = "spikes"
+"""A fact of the event \"went_back\": how many spikes the run has taken back so far."""
 
 # SpikeDetector: finds losses that are far above those before them.
 
@@ -173,6 +176,8 @@ class LossSpikeHook(Hook):
         self._detector.tolerates_nonfinite = runner.options.env_cfg.nonfinite in ("raise", "skip")
         if self._looked is None:
             self._looked = runner.iter
+        # A checkpoint does not know how often a run went back to it, if that ended before the next one.
+        self._went_back = max(self._went_back, told_by_rank_0(lambda: noted_since_the_start(runner, _TIMES)))
         # Values before the last look are not needed, and a save may come up to one update before the next.
         runner.message_hub.retain(AVERAGED, 2 * self._interval)
 
@@ -237,7 +242,8 @@ class LossSpikeHook(Hook):
         self._went_back += 1
         # What the checkpoint has of this hook is loaded; one of a run without this hook has nothing.
         self._looked, self._detector = None, self._new_detector()
-        raise GoBack(as_path(found), f"{what}, {self._went_back} of {self.times} times that a run may go back")
+        why = f"{what}, {self._went_back} of {self.times} times that a run may go back"
+        raise GoBack(as_path(found), why, **{_TIMES: self._went_back})
 
     def _check_saves(self, runner: Run) -> None:
         saving = [

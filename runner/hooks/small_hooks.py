@@ -114,7 +114,8 @@ class DistSamplerSeedHook(Hook):
 class ParamSchedulerHook(Hook):
     """Steps the parameter schedulers: by iteration, by epoch, or by the metrics of a validation.
 
-    A scheduler that counts iterations counts applied updates: one that loss scaling skipped does not step it.
+    A scheduler that counts iterations does not count an update that loss scaling skipped. It counts an iteration in which the recipe or
+    the model makes no update, as in MMEngine.
     """
 
     priority = "LOW"

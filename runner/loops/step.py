@@ -192,6 +192,8 @@ class Stepper:
         if self.weighing is not None and self.custom_train:
             raise ConfigError("model.loss_weight: has no effect beside train_step, weigh the loss there")
         self.updates_itself = self.custom_train or bool(overridden(optim, *_ASKED_BY_UPDATE_PARAMS))
+        if self.updates_itself or overridden(optim, "step", "finish"):
+            optim.observe_steps()
         if overridden(optim, "optim_context"):
             self._autocast = partial(optim.optim_context, self.module)
         self._should_sync = optim.should_sync if overridden(optim, "should_sync") else None  # type: ignore[union-attr]

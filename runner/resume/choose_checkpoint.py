@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...core.base.errors import CheckpointError
 from ...core.base.events import RESTARTS, job, restarts
@@ -260,8 +260,9 @@ class GoBack(BaseException):
     Args:
         path: the checkpoint, saved by this run with all that resuming needs.
         why: for the log.
+        facts: further plain values for the event in ``events.jsonl``.
     """
 
-    def __init__(self, path: Path, why: str) -> None:
+    def __init__(self, path: Path, why: str, **facts: Any) -> None:
         super().__init__(f"{why}; back to {path.name}")
-        self.path, self.why = path, why
+        self.path, self.why, self.facts = path, why, facts

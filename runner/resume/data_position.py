@@ -127,16 +127,25 @@ def begin_epoch_anew(data: TrainData, loop: Mapping[str, Any]) -> dict[str, Any]
     return _at_the_end(data, loop) if loop["left"] == 0 else {**loop, "inner": 0}
 
 
-def continue_epoch(runner: Run, saved: Any, loop: Mapping[str, Any]) -> dict[str, Any]:
+def continue_epoch(
+    runner: Run, saved: Any, loop: Mapping[str, Any], left_out: Sequence[LeftOut] = ()
+) -> dict[str, Any]:
     """Return the loop's state with its position in the data, counted in updates of this run.
 
     With flextrain's samplers and torch's batches the epoch continues with the next sample, whatever the batches and the
     number of processes are now. All other data need the former settings, unless the epoch is finished.
 
+    Args:
+        runner: the run.
+        saved: the ``data`` of a checkpoint.
+        loop: the loop's state in it.
+        left_out: what is left out besides that of which the checkpoint knows.
+
     Raises:
         CheckpointError: the rest of the epoch would not consist of the samples that are left.
     """
     then = validate(DataFacts, saved, "data")
+    then.left_out.extend(span for span in left_out if span not in then.left_out)
     if then.seed != runner.seed:
         runner.logger.info(f"The data order continues with the checkpoint's seed {then.seed}")
         runner.use_data_seed(then.seed)

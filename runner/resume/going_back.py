@@ -6,15 +6,18 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...core.base.events import append_event
+from ...core.base.events import append_event, read_events
 from ...core.checkpoint import Checkpoint, as_path, complete_ones, iteration_of, remove_checkpoint
 from ...core.checkpoint.directory import mark_latest
 from ...core.comm.agreement import told_by_rank_0
 from ...strategies.parts import meet
+from ..data.dataloaders import LeftOut
 from .choose_checkpoint import RESUMED, GoBack
 
 if TYPE_CHECKING:
     from ..run import Run
+
+_EVENT = "went_back"
 
 
 def newest_until(run: Run, iteration: int, others: Collection[Path] = ()) -> Path | None:
@@ -48,20 +51,53 @@ def go_back(run: Run, back: GoBack, resume: Callable[[], None]) -> None:
     left = loop.state_dict()
     epoch, inner, done = (left[key] or 0 for key in ("epoch", "inner", "iter"))
     end = epoch, data.lasting_position(epoch, inner)
+    begin, reached = told_by_rank_0(lambda: _begin(back.path))
+    spans = data.spans(begin, end)
+    if (
+        run.rank == 0
+    ):  # before anything changes: the checkpoint says nothing of it to a run that is restarted from now on
+        left_out = [span.model_dump() for span in spans]
+        facts = dict(iter=done, back_to=reached, path=str(back.path), left_out=left_out, reason=back.why)
+        append_event(run.work_dir, _EVENT, **facts, **back.facts)
     told_by_rank_0(lambda: _remove_later(run, back.path, done))
     resume()
-    now = loop.state_dict()
-    epoch, inner = (now[key] or 0 for key in ("epoch", "inner"))
-    spans = data.leave_out((epoch, data.lasting_position(epoch, inner)), end)
+    data.left_out += [span for span in spans if span not in data.left_out]
     words = ", ".join(span.words() for span in spans)
-    run.logger.warning(
-        f"{back.why}; training goes on from {back.path}, iteration {now['iter']}, and leaves out {words}"
-    )
-    if run.rank == 0:
-        facts = dict(
-            iter=done, back_to=now["iter"], path=str(back.path), left_out=[span.model_dump() for span in spans]
-        )
-        append_event(run.work_dir, "went_back", **facts, reason=back.why)
+    run.logger.warning(f"{back.why}; training goes on from {back.path}, iteration {reached}, and leaves out {words}")
+
+
+def left_out_since(run: Run, iteration: int) -> list[LeftOut]:
+    """Return what training has left out since it went back to a checkpoint that does not know of it yet. For rank 0.
+
+    Args:
+        run: the run, of which ``events.jsonl`` is read.
+        iteration: the updates of the checkpoint.
+    """
+    found: list[LeftOut] = []
+    for event in read_events(run.work_dir):
+        if event["event"] == "saved" and event.get("iter") == iteration:
+            found = []
+        if event["event"] == _EVENT and event.get("back_to") == iteration:
+            found += [LeftOut(**span) for span in event["left_out"]]
+    return found
+
+
+def noted_since_the_start(run: Run, fact: str) -> int:
+    """Return the largest value of a fact that the run's goings back have noted, over all restarts; 0: none has. For rank 0."""
+    largest = 0
+    for event in read_events(run.work_dir):
+        if event["event"] == "started" and event.get("iter") == 0:
+            largest = 0
+        if event["event"] == _EVENT:
+            largest = max(largest, event.get(fact, 0))
+    return largest
+
+
+def _begin(path: Path) -> tuple[tuple[int, int], int]:
+    """Epoch and lasting position of a checkpoint, and its updates."""
+    values = Checkpoint.open(path).values
+    loop, position = values["loop"], values["data"]["position"]
+    return (loop["epoch"], loop["inner"] if position is None else position), loop["iter"]
 
 
 def _remove_later(run: Run, path: Path, done: int) -> None:

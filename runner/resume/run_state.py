@@ -32,7 +32,7 @@ from ...core.checkpoint.chunks import is_ordinary
 from ...core.checkpoint.load import TensorInfo
 from ...core.checkpoint.participants import Participants
 from ...core.checkpoint.weights import is_adapter
-from ...core.comm.agreement import gather_differing, raising_together
+from ...core.comm.agreement import gather_differing, raising_together, told_by_rank_0
 from ...core.hugging_face.pretrained import META_KEY
 from ...core.model.module_state import own_loading
 from ...core.random.generators import rng_state
@@ -376,8 +376,8 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
     _tell_what_is_left(runner, path, saved, template)
     absent = {f"model.{name}" for name in left_out(strategy)} - checkpoint.entries.keys()
     live = {key: tensor for key, tensor in _live_model(runner).items() if key not in absent}
-    _, _, report = match_weights(checkpoint, live, aliases(strategy))
-    if report := report.of_all():
+    matched, _, report = match_weights(checkpoint, live, aliases(strategy))
+    if report := report.with_untied(matched, live).of_all():
         raise CheckpointError(f"{path}: does not fit the model: {report}")
     check_adapters(runner, checkpoint, path)
     check_left_out(runner, checkpoint)
@@ -386,8 +386,11 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
         loop.data.begin_anew()
         progress = begin_epoch_anew(loop.data, values["loop"])
     if options.data:
+        from .going_back import left_out_since  # a run that begins does without
+
+        since = told_by_rank_0(lambda: left_out_since(runner, values["loop"]["iter"]))
         with piece(path, "data", "data"):
-            progress = continue_epoch(runner, values["data"], values["loop"])
+            progress = continue_epoch(runner, values["data"], values["loop"], since)
             load_loader(runner, values.get("loader", ()), progress)
 
     hooks = _hook_tensors(runner, checkpoint) if options.hooks else {}
@@ -512,7 +515,7 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
     opened, extra = extra_template(runner, opened, revise_keys)
     live = _live_model(runner)
     source, fits, report = match_weights(opened, live, aliases(runner.strategy), revise_keys, across_adapters=True)
-    report = report.of_all()
+    report = report.with_untied(source, live).of_all()
     if report and (strict or not any(gather_differing(bool(fits)))):
         raise CheckpointError(f"{path}: does not fit the model: {report}")
     check_adapters(runner, opened, path)

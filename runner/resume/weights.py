@@ -217,7 +217,13 @@ def read_pretrained(run: Run, part: ToRead) -> None:
     entries |= {MODEL + copy: entries[MODEL + of] for copy, of in copied.items()}
     template = {key: tensor for key, tensor in live.items() if key.removeprefix(MODEL) in own}
     matched, fits, report = match_weights(opened.renamed(entries), template, aliases(strategy))
-    report = report.of_all()
+    report = report.with_untied(matched, template).of_all()
+    if report.untied:
+        name, first = next(iter(report.untied.items()))
+        raise ConfigError(
+            f"model.pretrained: {folder} has other values of {name} than of {first}, and {source.name} ties them; give "
+            "model.tie_word_embeddings=False to have both"
+        )
     if report.misshaped and not source.replaces_misshaped:
         name, (there, wanted) = next(iter(report.misshaped.items()))
         raise ConfigError(

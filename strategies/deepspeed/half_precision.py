@@ -16,7 +16,7 @@ from ...core.base.errors import ConfigError, StrategyError
 from ...core.base.registry import OPTIMIZERS
 from ...core.checkpoint.chunks import FlatShard
 from ...core.device.precision import BATCH_NORM, cast_tensors, output_in_float32
-from ...core.torch_compat.torch_private import with_values
+from ...core.torch_compat.torch_private import in_backward, with_values
 from ...optim.trial import Samples, why_not_flat_shards, why_not_usable
 from ...optim.wrapper import OptimWrapper
 from . import engine_internals
@@ -103,8 +103,8 @@ class KeepRunningStatistics:
         for name, kept in self._kept.items():
             share = module.get_buffer(name)
             setattr(module, name, kept)
-            # Without output, forward has failed and nothing was averaged.
-            if module.training and output is not None:
+            # Without output, forward has failed and nothing was averaged; in backward, it is computed again.
+            if module.training and output is not None and not in_backward():
                 assert module.num_batches_tracked is not None
                 factor: Any = 1 / module.num_batches_tracked if module.momentum is None else module.momentum
                 kept.mul_(1 - factor).add_(share)

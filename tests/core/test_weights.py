@@ -31,8 +31,19 @@ def test_of_a_tied_parameter_the_first_name_counts(tmp_path: Path, names: tuple[
     torch.save({name: torch.full((2,), float(name == "a")) for name in names}, tmp_path / "both.pth")
     weight = torch.zeros(2)
     source, fits, report = match_weights(open_weights(tmp_path / "both.pth"), {"model.a": weight}, {"b": "a"})
+    found = report.with_untied(source, {"model.a": weight}).of_all()
+    assert weight.tolist() == [0.0, 0.0], "nothing is loaded yet"
     source.load(fits)
-    assert (weight.tolist(), str(report)) == ([1.0, 1.0], "")
+    assert (weight.tolist(), found.untied) == ([1.0, 1.0], {"b": "a"})
+    assert str(found) == "b has other values than a, to which the model ties it"
+
+
+def test_equal_values_of_a_tied_parameter_are_nothing_to_report(tmp_path: Path) -> None:
+    shared = ones(2)
+    for saved, seconds in (({"a": shared, "b": shared}, []), ({"a": ones(2), "b": ones(2)}, ["b"])):
+        fits, report = match(saved, {"a": torch.zeros(2)}, tmp_path, aliases={"b": "a"})
+        assert [*report.second] == seconds, "one tensor of a file is not compared with itself"
+        assert not report.with_untied(open_weights(tmp_path / "w.pth"), fits)
 
 
 def test_weights_that_fit_leave_nothing_to_report(tmp_path: Path) -> None:

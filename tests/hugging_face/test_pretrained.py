@@ -168,6 +168,18 @@ def test_a_head_of_another_size_is_initialised_if_asked(
     runner.close()
 
 
+def test_a_head_that_was_trained_apart_is_not_tied_without_a_word(tmp_path: Path, folder: Path) -> None:
+    model = dict(type=CAUSAL, pretrained=folder)
+    runner = runner_of(tmp_path, model | dict(tie_word_embeddings=True))
+    with pytest.raises(ConfigError) as raised:
+        runner.model  # noqa: B018
+    assert str(raised.value) == (
+        f"model.pretrained: {folder} has other values of lm_head.weight than of model.embed_tokens.weight, and AutoModelForCausalLM ties "
+        "them; give model.tie_word_embeddings=False to have both"
+    )
+    runner.close()
+
+
 def _changed(folder: Path, **settings: Any) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **settings}))

@@ -58,6 +58,86 @@ class Net(nn.Module):
         return (self.lm_head(x) + self.decode(x)) * self.scale
 
 
+class Columns(nn.Module):
+    """The network of Rows with each weight transposed: its outputs are columns."""
+
+    is_transposed, num_experts = True, 2
+
+    def __init__(self) -> None:
+        from transformers.pytorch_utils import Conv1D
+
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.wide = nn.Parameter(torch.randn(6, 24, generator=generator))
+        self.experts = nn.Parameter(torch.randn(2, 24, 5, generator=generator))
+        self.conv = nn.ConvTranspose1d(24, 3, 2, bias=False)
+        self.gpt = Conv1D(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = (x @ self.wide).tanh()
+        out = self.conv(hidden.unsqueeze(-1)).flatten(1)
+        return out.sum() + sum(self.gpt(hidden @ expert).square().sum() for expert in self.experts)
+
+
+class Rows(Columns):
+    is_transposed = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("wide", "experts"):
+            setattr(self, name, nn.Parameter(getattr(self, name).detach().mT.contiguous()))
+        self.flat = nn.Parameter(self.conv.weight.detach().flatten(1).T.contiguous())
+        self.linear = nn.Linear(5, 8)
+        with torch.no_grad():
+            self.linear.weight.copy_(self.gpt.weight.T)
+            self.linear.bias.copy_(self.gpt.bias)
+        del self.conv, self.gpt
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = (x @ self.wide.T).tanh()
+        out = hidden @ self.flat.T
+        return out.sum() + sum(self.linear(hidden @ expert.T).square().sum() for expert in self.experts)
+
+
+@pytest.mark.parametrize("function", ["original", "spectral_unclamped", "match_rms_adamw"])
+def test_a_transposed_layer_moves_as_the_other(function: Any) -> None:
+    """Its outputs are columns: those of Conv1D in GPT-2, of stacks of experts that compute x @ W, of transposed convolutions."""
+    pytest.importorskip("transformers")
+    torch.manual_seed(2)
+    model = Columns().double()
+    torch.manual_seed(2)
+    other = Rows().double()
+    for each, matrices in ((model, ["conv"]), (other, [])):
+        wrapper = built(each, adjust_lr_fn=function, ns_dtype="float64", matrices=matrices)
+        for seed in range(3):
+            x = torch.randn(7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+            wrapper.update_params(each(x))
+    same = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
+    same(model.wide.T, other.wide)
+    same(model.experts.mT, other.experts)
+    same(model.gpt.weight.T, other.linear.weight)
+    same(model.conv.weight.flatten(1).T, other.flat)
+
+
+def test_experts_of_transformers_say_how_they_are_stored() -> None:
+    pytest.importorskip("transformers")
+    from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
+    from transformers.models.llama4 import modeling_llama4 as llama4
+    from transformers.models.mixtral import modeling_mixtral as mixtral
+
+    sizes = dict(num_hidden_layers=1, hidden_size=8, intermediate_size=4, num_local_experts=2)
+    layers = {
+        gpt_oss.GptOssExperts(gpt_oss.GptOssConfig(**sizes)): True,
+        llama4.Llama4TextExperts(llama4.Llama4TextConfig(**sizes)): True,
+        mixtral.MixtralExperts(mixtral.MixtralConfig(**sizes)): False,
+    }
+    for layer, expected in layers.items():
+        roles = find_roles(layer, "optimizer")
+        assert {role.transposed for role in roles.values() if role.stacked} == {expected}, type(layer)
+        biases = [role.why_not for name, role in roles.items() if name.endswith("bias")]
+        assert biases == ["a vector for each expert"] * (2 * isinstance(layer, gpt_oss.GptOssExperts))
+
+
 def built(model: nn.Module, paramwise_cfg: dict[str, Any] | None = None, **options: Any) -> OptimWrapper:
     wrapper = OptimWrapper({"type": "Muon", "lr": 0.02, "others": OTHERS, **options}, paramwise_cfg=paramwise_cfg)
     SingleDeviceStrategy(device="cpu").setup(model, wrapper)
@@ -103,6 +183,16 @@ def test_singular_values_come_near_one() -> None:
 def names(model: nn.Module, **rules: Any) -> list[str]:
     roles = find_roles(model, "optimizer", **rules)
     return [name for name, _ in model.named_parameters() if not roles[name].why_not]
+
+
+def test_adapters_of_an_embedding_are_left() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["embed", "decode"])
+    model = peft.get_peft_model(Net(), config)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = trained & {*names(model)}
+    assert len(trained) == 4
+    assert found == {name for name in trained if ".decode." in name}
 
 
 def test_the_log_says_who_updates_what(caplog: pytest.LogCaptureFixture) -> None:

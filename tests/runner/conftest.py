@@ -36,7 +36,9 @@ class RecordingReporter(Reporter):
 
 def make_runner(folder: Path, **changes: Any) -> Any:
     """What hooks may use of a runner, without a model, data, or loops."""
-    wrapper = SimpleNamespace(param_groups=[{"lr": 1e-3}], last_step=SimpleNamespace(skipped=False), accumulate=1)
+    wrapper = SimpleNamespace(
+        param_groups=[{"lr": 1e-3}], last_step=SimpleNamespace(skipped=False), has_updated=True, accumulate=1
+    )
     wrapper.wrappers, wrapper.refresh = {"": wrapper}, lambda: None
     fields: dict[str, Any] = {
         "epoch": 0,

@@ -44,7 +44,7 @@ class Stage:
 
     def updates(self, values: list[float], skipped: bool = False) -> Iterator[float]:
         """The average after each update that makes the weights ``value``."""
-        self.runner.optim_wrapper.last_step.skipped = skipped
+        self.runner.optim_wrapper.has_updated = not skipped
         for value in values:
             with torch.no_grad():
                 for parameter in self.module.parameters():

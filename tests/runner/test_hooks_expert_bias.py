@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flextrain import ConfigError, StrategyError
+from flextrain import ConfigError, OptimWrapper, StrategyError
 from flextrain.core.checkpoint import Checkpoint
 from flextrain.core.hugging_face.transformers_private import biased_routers
 from flextrain.testing import WorkerGroup
@@ -139,6 +139,24 @@ class WithoutItems(nn.Module):
 def test_a_skipped_update_does_not_move_it(tmp_path: Path) -> None:
     _, biases = trained(tmp_path, model=WithoutItems, **in_order())
     assert biases[0] == biases[1] != biases[2] == biases[3]
+
+
+class Late(OptimWrapper):
+    """Updates after every second window; the gradients of both count."""
+
+    windows = 0
+
+    def should_update(self) -> bool:
+        self.windows += super().should_update()
+        return super().should_update() and self.windows % 2 == 0
+
+
+def test_it_moves_with_updates_that_a_recipe_makes_rarely(tmp_path: Path) -> None:
+    """The choices of both windows count, as their gradients do: it is a window of two micro-batches."""
+    loads, biases = trained(tmp_path, **in_order(2) | dict(optim_wrapper=Late(dict(type="SGD", lr=0.05))))
+    assert (loads[1::2], biases[1::2]) == by_hand(2)
+    assert biases[2::2] == biases[1:-1:2]
+    assert not any(map(any, biases[0].values()))
 
 
 class Masked(nn.Module):

@@ -273,6 +273,52 @@ def test_resumed_runs_leave_them_out_too(tmp_path: Path) -> None:
     assert differences(found, whole[1]) == []
 
 
+def end_after_going_back(point: str) -> At:
+    """Ends a process when training has gone back: while the checkpoint is loaded, or before anything is saved after it."""
+    calls: list[str] = []
+
+    def end(*_: Any, **__: Any) -> None:
+        calls.append(point)
+        if len(calls) == (2 if point == "before_train" else 1):
+            raise Stop
+
+    return At(point, end)
+
+
+@pytest.mark.parametrize("point", ["before_train", "after_load_checkpoint"])
+def test_a_process_that_ends_after_going_back_has_gone_back(tmp_path: Path, point: str) -> None:
+    """The checkpoint that it went back to says nothing of it; the run is the same all the same."""
+    data = Poisoned(400, BAD)
+    whole = run(tmp_path / "whole", data)
+    trained, _ = run(tmp_path / "first", data, custom_hooks=[hook(), end_after_going_back(point)])
+    assert trained == whole[0][:55]
+    again, found = run(tmp_path / "first", data, resume=True)
+    assert again == whole[0][55:]
+    assert differences(found, whole[1]) == []
+    facts = Checkpoint.open(tmp_path / "first" / "iter_60").values["data"]
+    assert facts == Checkpoint.open(tmp_path / "whole" / "iter_60").values["data"]
+
+
+def test_a_run_does_not_go_back_for_ever_over_restarts(tmp_path: Path) -> None:
+    """Every process ends before the next checkpoint."""
+
+    class Always(Poisoned):
+        def __getitem__(self, index: int) -> Any:
+            return {**super().__getitem__(index), "y": math.nan if index >= 208 else 1.0}
+
+    def start(resume: bool) -> None:
+        hooks = [hook(times=2), end_after_going_back("before_train")]
+        run(tmp_path, Always(4000, range(0)), custom_hooks=hooks, resume=resume)
+
+    start(resume=False)
+    start(resume=True)
+    with refuses(LossSpikeError, matches=r"training has gone back 2 times already \(LossSpikeHook.times\)"):
+        start(resume=True)
+    anew = dict(checkpoint=dict(by_epoch=False, interval=10, overwrite=True))
+    trained, _ = run(tmp_path, Poisoned(4000, BAD), custom_hooks=[hook(times=1)], default_hooks=anew)
+    assert len(trained) == 55 + 40, "a run that begins anew has its own count"
+
+
 def test_a_look_that_spans_a_restart(tmp_path: Path) -> None:
     """The spike has begun before the checkpoint, and is noticed after it."""
     data = Poisoned(400, BAD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,18 @@ from torch.utils.data import DataLoader
 from flextrain import CheckpointError, ConfigError, FlexibleRunner
 from flextrain.runner.hooks import Hook
 
-from .training import SGD, Net, Samples, SaveEvery, change_values, configuration, make_runner, refuses, validation
+from .training import (
+    SGD,
+    Net,
+    Samples,
+    SaveEvery,
+    change_values,
+    configuration,
+    log_lines,
+    make_runner,
+    refuses,
+    validation,
+)
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -169,6 +181,40 @@ def test_what_does_not_fit_is_left_out_unless_strict(tmp_path: Path) -> None:
     found = loaded(tmp_path, path)
     assert torch.equal(found["net.0.bias"], some_weights()["net.0.bias"])
     assert found["net.3.bias"].shape == (2,)
+
+
+class Tied(nn.Module):
+    """The head and the embedding are one parameter, if they are tied."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, index: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.head(self.embed(x)), y)}
+
+
+UNTIED = "does not fit the model{}: head.weight has other values than embed.weight, to which the model ties it"
+
+
+def test_two_values_of_a_tied_parameter(tmp_path: Path) -> None:
+    state = {name: torch.full((6, 6), value) for name, value in (("head.weight", 1.0), ("embed.weight", 2.0))}
+    path = written(tmp_path, "pth", state)
+    with refuses(CheckpointError, UNTIED.format("")):
+        make_runner(tmp_path / "strict", model=Tied).load_checkpoint(path, strict=True)
+    with log_lines() as lines:
+        runner = make_runner(tmp_path / "load", model=Tied, log_level="WARNING")
+        runner.load_checkpoint(path)
+    assert lines == [f"{path}: {UNTIED.format(' everywhere')}"]
+    assert set(runner.strategy.module.head.weight.flatten().tolist()) == {2.0}
+
+
+def test_a_run_whose_head_was_trained_apart_is_not_resumed_with_a_tied_one(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, model=partial(Tied, tied=False))
+    with refuses(CheckpointError, UNTIED.format("")):
+        make_runner(tmp_path / "rest", resume=str(path), model=Tied).train()
 
 
 def test_nothing_fits(tmp_path: Path) -> None:

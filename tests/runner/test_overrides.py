@@ -344,7 +344,7 @@ CASES: list[Case] = [
         OptimWrapperDict,
         lambda kind: dict(model=Gan, optim_wrapper=kind(generator=OptimWrapper(SGD), critic=OptimWrapper(SGD))),
         dict.fromkeys(("backward", "step", "update_params", "zero_grad"), MODEL_SAYS_WHICH)
-        | {"get_momentum": _USER, "optim_wrappers": _USER, "__len__": _USER},
+        | {"get_momentum": _USER, "optim_wrappers": _USER, "__len__": _USER, "has_stepped": _FACT, "last_step": _FACT},
         refused=NEVER_CALLED,
     ),
     Case(
@@ -355,7 +355,6 @@ CASES: list[Case] = [
         without(
             WRAPPER,
             "is_built",
-            "has_stepped",
             should_sync="gradients of several optimizers are averaged as each is updated",
             wrappers="OptimWrapperDict has its own",
         ),

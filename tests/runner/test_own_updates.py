@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from flextrain import (
     BaseModel,
     ConfigError,
     DefaultOptimWrapperConstructor,
+    Hook,
     OptimWrapper,
     Strategy,
     StrategyError,
 )
+from flextrain.runner.hooks import EMAHook
 from flextrain.runner.reporting import LogProcessor
 from flextrain.testing import WorkerGroup
 
@@ -151,6 +154,92 @@ def test_should_update_of_a_recipe(tmp_path: Path) -> None:
     expected = trained(tmp_path / "twice", OptimWrapper(dict(type="SGD", lr=0.1), accumulative_counts=2))
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=key)
+
+
+class Declines(OptimWrapper):
+    """A step of its own that leaves out every second update."""
+
+    steps = 0
+
+    def step(self) -> Any:
+        self.steps += 1
+        if self.steps % 2 == 0:
+            self.optimizer.step()
+
+
+class Lazy(Plain):
+    """Trains on every third batch only."""
+
+    batches = 0
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        self.batches += 1
+        return super().train_step(data, optim_wrapper) if self.batches % 3 == 0 else {"loss": torch.tensor(0.0)}
+
+
+class Direct(Plain):
+    """Steps the torch optimizer itself."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        found = self(**data, mode="loss")
+        optim_wrapper.zero_grad()
+        found["loss"].backward()
+        optim_wrapper.optimizer.step()
+        return {"loss": found["loss"]}
+
+
+class Untold(torch.optim.SGD):
+    """Calls no hooks of steps."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        type(self).step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))  # type: ignore[method-assign]
+
+
+class Changes(Hook):
+    """Counts the updates that have changed weights."""
+
+    def __init__(self) -> None:
+        self.count, self.before = 0, torch.empty(0)
+
+    def before_train(self, runner: Any) -> None:
+        self.before = runner.strategy.module.net[0].weight.detach().clone()
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        now = runner.strategy.module.net[0].weight.detach()
+        self.count += not torch.equal(now, self.before)
+        self.before = now.clone()
+
+
+RATE = dict(type="SGD", lr=0.05)
+UPDATES: dict[str, tuple[dict[str, Any], int]] = {
+    "as usual": ({}, 12),
+    "should_update": (dict(wrapper=Late(RATE)), 6),
+    "update_params and step": (dict(wrapper=LikeMMEngine), 12),
+    "step": (dict(wrapper=OwnStep), 12),
+    "a step that leaves some out": (dict(wrapper=Declines), 6),
+    "train_step that leaves some out": (dict(model=Lazy), 4),
+    "train_step that steps itself": (dict(model=Direct), 12),
+    "an optimizer that tells nothing": (dict(model=Direct, wrapper=OptimWrapper(dict(type=Untold, lr=0.05))), 12),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_averages_follow_updates_and_schedules_iterations(tmp_path: Path, name: str) -> None:
+    """A window without an update moves no average; a schedule counts it, as in MMEngine."""
+    given, expected = UPDATES[name]
+    given = {"model": Plain, "wrapper": OptimWrapper, **given}
+    wrapper = given["wrapper"](SGD) if isinstance(given["wrapper"], type) else given["wrapper"]
+    average, changes = EMAHook(ema_type="StochasticWeightAverage"), Changes()
+    runner = make_runner(
+        tmp_path, model=given["model"], optim_wrapper=wrapper, train_cfg=dict(max_epochs=2),
+        train_dataloader=dict(batch_size=4, dataset=Samples(24), collate_fn="default_collate"),
+        param_scheduler=dict(type="StepLR", step_size=100, by_epoch=False), custom_hooks=[average, changes],
+    )  # fmt: skip
+    runner.train()
+    assert changes.count == expected
+    assert average.state_dict()["updates"] == expected
+    assert runner.param_schedulers[0].last_step == 11, "the last of its window"
 
 
 class Calls(Plain):

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from flextrain import SingleDeviceStrategy, StrategyError
+from flextrain.strategies.deepspeed.half_precision import keep_running_statistics
 from flextrain.strategies.selective import keeps_attention, keeps_matmuls
 from flextrain.testing import WorkerGroup
 
@@ -140,6 +142,47 @@ def test_what_forward_writes_to_is_written_once(how: Any) -> None:
         model = prepared(plain, given)
         for _ in range(2):
             model(x).sum().backward()
+        found.append([*(p.grad for p in model.parameters()), *model.buffers()])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+class Switched(nn.Module):
+    """Calls torch's checkpoint itself, when its switch is on; in one block, and in a part of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.recomputes = Counted(), Counted(), False
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.recomputes = enable
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.recomputes:
+            return self.second(self.first(x))  # type: ignore[no-any-return]
+        x = checkpoint(self.first, x, use_reentrant=False)
+        self.second.calls += 1
+
+        def part(x: Tensor) -> Tensor:
+            return self.second.norm(self.second.linear(x)).tanh()  # type: ignore[no-any-return]
+
+        return checkpoint(part, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_what_forward_writes_to_is_written_once_by_a_models_own_switch(half: bool) -> None:
+    torch.manual_seed(0)
+    plain, x = Switched(), torch.randn(8, SIZE)
+    found = []
+    for how in (None, "model"):
+        model = prepared(plain, how)
+        if half:  # as under DeepSpeed, whose hooks are around a forward
+            model.bfloat16()
+            for part in (model.first.norm, model.second.norm):  # type: ignore[union-attr]
+                part.running_mean, part.running_var = part.running_mean.float(), part.running_var.float()  # type: ignore[union-attr, operator]
+            keep_running_statistics(model, torch.bfloat16)
+        for _ in range(2):
+            model(x.bfloat16() if half else x).float().sum().backward()
+        assert model.recomputes is (how == "model")
         found.append([*(p.grad for p in model.parameters()), *model.buffers()])
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 

@@ -114,8 +114,9 @@ def _open_torch(path: Path) -> Checkpoint:
     tensors = named_tensors(path, file.content)
     if not tensors:
         raise CheckpointError(f"{path}: holds no tensors by name")
+    first: dict[StoredTensor, str] = {}  # names of one tensor have one entry, so that nobody compares it with itself
     entries = {
-        MODEL + name: whole(path, name, dtype_name(path, name, tensor), tensor.shape)
+        MODEL + name: whole(path, first.setdefault(tensor, name), dtype_name(path, name, tensor), tensor.shape)
         for name, tensor in tensors.items()
     }
     values, extra = _extra_state(path, state_dict(path, file.content))

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ....core.base.errors import ConfigError, StrategyError
 from ....core.base.registry import Registry
 from ....core.base.trees import map_tensors, tree_map_only
+from ....core.model.weight_layout import inputs_come_first
 from ....core.torch_compat.dtensor_private import (
     computes_strided_shards,
     local_tensor,
@@ -178,20 +179,19 @@ def style_of(text: str, where: str) -> Style:
     return made(int(argument))
 
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
 def output_dim(module: nn.Module, parameter: Tensor) -> int:
     """Return the dimension of a parameter that is the module's output features."""
     if parameter.ndim == 1:
         return 0
-    if _is_transposed(module):
-        return 1
-    return 0 if _is_convolution(module) else parameter.ndim - 2
+    return _first_dim(module, parameter) + inputs_come_first(module)
 
 
 def input_dim(module: nn.Module, parameter: Tensor) -> int:
     """Return the dimension of a parameter with several that is the module's input features, or entries."""
-    if _is_transposed(module):
-        return 0
-    return 1 if _is_convolution(module) else parameter.ndim - 1
+    return _first_dim(module, parameter) + (not inputs_come_first(module))
 
 
 def makes_shards(style: Style, module: nn.Module) -> bool:
@@ -208,17 +208,9 @@ def divided_inputs(style: Style, module: nn.Module) -> int | None:
     return weight.shape[input_dim(module, weight)]
 
 
-def _is_transposed(module: nn.Module) -> bool:
-    """Whether a weight is (inputs, outputs): that of an embedding, and of the Conv1D of GPT-2 in transformers."""
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return True
-    return any(
-        kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.") for kind in type(module).__mro__
-    )
-
-
-def _is_convolution(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+def _first_dim(module: nn.Module, parameter: Tensor) -> int:
+    """Return the first of a parameter's two dimensions of features: sizes of a kernel come after them, and others before."""
+    return 0 if isinstance(module, _CONVOLUTIONS) else parameter.ndim - 2
 
 
 # Make a whole model of DTensors: whatever the plan, its results are those of one device.
