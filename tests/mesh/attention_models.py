@@ -58,9 +58,10 @@ def build(kind: str, **options: Any) -> nn.Module:
     config: Any = getattr(transformers, f"{name}Config", None)
     if config is None:
         pytest.skip(f"transformers {transformers.__version__} has no {name}Config")
-    made = config(**{**own, **options})
+    made = config(**{**own, **{key: value for key, value in options.items() if key != "attn_implementation"}})
     auto: Any = transformers.AutoModelForSeq2SeqLM if made.is_encoder_decoder else transformers.AutoModelForCausalLM
     more = {"experts_implementation": "eager"} if kind in ("deepseek_v2", "deepseek_v3", "gpt_oss", "llama4") else {}
+    more |= {key: options[key] for key in ("attn_implementation",) if key in options}
     model: Any = auto.from_config(made, dtype=torch.get_default_dtype(), **more)
     model.config.use_cache = False
     model.to(torch.get_default_dtype())  # what some keep in float32

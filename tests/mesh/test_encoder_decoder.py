@@ -27,14 +27,14 @@ def pairs(source: int, target: int, batch: Batch, seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     inputs, labels = (torch.randint(3, VOCABULARY, (4, length), generator=generator) for length in (source, target))
     for row, length in enumerate(torch.randint(0, target - 2, (4,), generator=generator).tolist()):
-        labels[row, : length if seed % 3 else max(length, target // 2 + 1)] = -100
+        labels[row, : length if row and seed % 3 else target // 2 + 1] = -100
     return {"input_ids": inputs, "labels": labels}
 
 
 def padded(source: int, target: int, batch: Batch, seed: int) -> Batch:
     """The same with padding of the source on either side, and of the target on the right."""
     found = pairs(source, target, batch, seed)
-    found |= {"attention_mask": _mask(source, seed, True), "decoder_attention_mask": _mask(target, seed + 9, False)}
+    found |= {"attention_mask": _mask(source, seed), "decoder_attention_mask": _mask(target, seed + 9, target // 3)}
     return {**found, "labels": found["labels"].masked_fill(found["decoder_attention_mask"] == 0, -100)}
 
 
@@ -44,15 +44,23 @@ def given(source: int, target: int, batch: Batch, seed: int) -> Batch:
     return {**found, "decoder_input_ids": pairs(source, target, batch, seed + 50)["labels"].abs() % VOCABULARY}
 
 
-def _mask(length: int, seed: int, either: bool) -> Tensor:
+def _mask(length: int, seed: int, most: int | None = None) -> Tensor:
+    """Padding of at most ``most`` positions on the right; None: of some samples on the left too, and of all but a few positions."""
     mask = torch.ones(4, length, dtype=torch.long)
-    counts = torch.randint(0, length - 4, (4,), generator=torch.Generator().manual_seed(seed)).tolist()
+    counts = torch.randint(0, most or length - 4, (4,), generator=torch.Generator().manual_seed(seed)).tolist()
     for row, count in enumerate(counts):
-        mask[row, slice(0, count) if either and row % 2 else slice(length - count, length)] = 0
+        mask[row, slice(0, count) if most is None and row % 2 else slice(length - count, length)] = 0
     return mask
 
 
-BATCHES: Mapping[str, Callable[[int, int, Batch, int], Batch]] = dict(pairs=pairs, padded=padded, given=given)
+def apart(source: int, target: int, batch: Batch, seed: int) -> Batch:
+    """Positions that attend to none and count: a source that is padding alone, and padding of the target on the left."""
+    found = padded(source, target, batch, seed)
+    found["attention_mask"][3], found["decoder_attention_mask"][2, :3] = 0, 0
+    return {**found, "labels": pairs(source, target, batch, seed)["labels"].abs() % VOCABULARY}
+
+
+BATCHES: Mapping[str, Callable[[int, int, Batch, int], Batch]] = dict(pairs=pairs, padded=padded, given=given, apart=apart)
 
 
 def trained(
@@ -69,22 +77,48 @@ def trained(
 def case(
     kind: str, change: str, source: int, target: int, *marks: Any, cp_kind: str, settings: Mapping[str, Any] = {}, **options: Any
 ) -> Any:
-    name = [kind, change, str(source), str(target), cp_kind, *options, *settings]
-    layout = dict(cp=2, cp_kind=cp_kind, **options)
+    more = [str(value if not isinstance(value, dict) else key) for key, value in {**options, **settings}.items()]
+    name = [kind, change, str(source), str(target), cp_kind, *more]
+    layout: dict[str, Any] = dict(dict(cp=2, cp_kind=cp_kind), **options)
     return pytest.param(
-        layout["cp"], kind, change, (source, target), layout, settings, id="-".join(name), marks=marks
+        layout["cp"] * layout.get("dp_shard", 1), kind, change, (source, target), layout, settings, id="-".join(name), marks=marks
     )
 
 
 KINDS = ("t5", "umt5", "bart", "mbart", "marian", "pegasus", "blenderbot")
 """Kinds that train under cp."""
+ODD, SHORT, LONG = LENGTH + 6, LENGTH // 2, 2 * LENGTH - 4
 DAILY = [
-    case("t5", "padded", 2 * LENGTH - 2, LENGTH, cp_kind="ring"),
-    case("bart", "padded", LENGTH, 2 * LENGTH - 2, cp_kind="ulysses"),
+    case("t5", "padded", ODD, LENGTH, cp_kind="ring"),
+    case("bart", "padded", LENGTH, LONG, cp_kind="ulysses"),
+]
+REST = [
+    *(case(kind, change, SHORT, ODD, FULL, cp_kind="ring") for kind in KINDS for change in ("pairs", "padded", "given")),
+    *(case(kind, "padded", ODD, SHORT, FULL, cp_kind="ulysses") for kind in KINDS),
+    *(case(kind, "given", LENGTH, LENGTH, FULL, cp_kind="auto", wrap="blocks") for kind in KINDS),
+]
+ALONE = [
+    case(kind, "apart", LENGTH, ODD, FULL, cp_kind=cp_kind, settings=dict(attn_implementation=implementation))
+    for kind in ("t5", "bart")
+    for cp_kind in ("ring", "ulysses")
+    for implementation in ("eager", "sdpa")
+]
+LAYERS = dict(t5=["T5Block"], bart=["BartEncoderLayer", "BartDecoderLayer"])
+REPEATED = [
+    case(kind, "padded", LENGTH, ODD, FULL, cp_kind=cp_kind, activation_checkpointing=how)
+    for kind in LAYERS
+    for cp_kind in ("ring", "ulysses")
+    for how in ("model", dict(classes=LAYERS[kind]))
+]
+MANY = [
+    case("t5", "padded", LENGTH, LONG, FULL, cp_kind="ring", cp=4),
+    case("bart", "pairs", LONG, LENGTH, FULL, cp_kind="ulysses", cp=4),
+    case("bart", "padded", LONG, LENGTH, FULL, cp_kind="ring", dp_shard=2),
+    case("t5", "given", LONG, LENGTH, FULL, cp_kind="ulysses", compile=dict(backend="eager")),
 ]
 
 
-@pytest.mark.parametrize("world_size, kind, change, lengths, options, settings", DAILY)
+@pytest.mark.parametrize("world_size, kind, change, lengths, options, settings", [*DAILY, *REST, *ALONE, *REPEATED, *MANY])
 def test_as_on_one_device(
     workers: Callable[[int], WorkerGroup],
     world_size: int,
