@@ -69,6 +69,8 @@ def build(kind: str, **options: Any) -> nn.Module:
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 or name.endswith(("sinks", "bias")):  # a bias of keys has gradients of noise alone
                 parameter.normal_(std=0.5)
+            if name.endswith("Attention.q.weight"):  # T5 does not scale its scores
+                parameter.mul_(0.25)
     return model  # type: ignore[no-any-return]
 
 

@@ -386,8 +386,8 @@ def _bias_by_distance(layer: Any, *args: Any, **kwargs: Any) -> Tensor:
     if attention is None or attention not in _running:
         return own(*args, **kwargs)  # type: ignore[no-any-return]
     length = _masks_of(layer, attention.masks, True).length
-    before, after = own(length, 1)[..., 0], own(1, length)[..., 0, :]
-    return torch.cat([before.flip(-1)[..., :-1], after], -1).unsqueeze(-2)
+    before, after = own(length, 1).mT, own(1, length)
+    return torch.cat([before.flip(-1)[..., :-1], after], -1)
 
 
 def _biases(given: Tensor, mask: Mask, name: str) -> Tensor:
