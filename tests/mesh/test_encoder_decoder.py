@@ -53,14 +53,21 @@ def _mask(length: int, seed: int, most: int | None = None) -> Tensor:
     return mask
 
 
-def apart(source: int, target: int, batch: Batch, seed: int) -> Batch:
-    """Positions that attend to none and count: a source that is padding alone, and padding of the target on the left."""
+def left(source: int, target: int, batch: Batch, seed: int) -> Batch:
+    """Positions of the target that attend to none and count: padding on the left."""
     found = padded(source, target, batch, seed)
-    found["attention_mask"][3], found["decoder_attention_mask"][2, :3] = 0, 0
+    found["decoder_attention_mask"][2, :3] = 0
     return {**found, "labels": pairs(source, target, batch, seed)["labels"].abs() % VOCABULARY}
 
 
-BATCHES: Mapping[str, Callable[[int, int, Batch, int], Batch]] = dict(pairs=pairs, padded=padded, given=given, apart=apart)
+def empty(source: int, target: int, batch: Batch, seed: int) -> Batch:
+    """A source that is padding alone."""
+    found = padded(source, target, batch, seed)
+    found["attention_mask"][3] = 0
+    return found
+
+
+BATCHES: Mapping[str, Callable[[int, int, Batch, int], Batch]] = dict(pairs=pairs, padded=padded, given=given, left=left, empty=empty)
 
 
 def trained(
@@ -98,10 +105,11 @@ REST = [
     *(case(kind, "given", LENGTH, LENGTH, FULL, cp_kind="auto", wrap="blocks") for kind in KINDS),
 ]
 ALONE = [
-    case(kind, "apart", LENGTH, ODD, FULL, cp_kind=cp_kind, settings=dict(attn_implementation=implementation))
+    case(kind, change, LENGTH, ODD, FULL, cp_kind=cp_kind, settings=dict(attn_implementation=implementation))
     for kind in ("t5", "bart")
     for cp_kind in ("ring", "ulysses")
     for implementation in ("eager", "sdpa")
+    for change in ("left", "empty")
 ]
 LAYERS = dict(t5=["T5Block"], bart=["BartEncoderLayer", "BartDecoderLayer"])
 REPEATED = [
