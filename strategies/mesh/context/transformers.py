@@ -383,7 +383,7 @@ def _give_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any
 def _bias_by_distance(layer: Any, *args: Any, **kwargs: Any) -> Tensor:
     """In place of a layer's biases by pairs of positions: (1, heads, 1, 2 * length - 1), those by distance, see Scores."""
     attention, own = _attention_of.get(layer), functools.partial(type(layer).compute_bias, layer)
-    if attention is None or attention not in _running:
+    if attention is None or attention_implementation(layer) != NAME:
         return own(*args, **kwargs)  # type: ignore[no-any-return]
     length = _masks_of(layer, attention.masks, True).length
     before, after = own(length, 1).mT, own(1, length)
