@@ -293,7 +293,9 @@ def relative_attention(stack: nn.Module) -> list[Any]:
     known = ["self", "query_length", "key_length"]
     ways = [getattr(type(layer), "compute_bias", None) for layer in found]
     return [
-        layer for layer, way in zip(found, ways, strict=True) if way and [*inspect.signature(way).parameters][:3] == known
+        layer
+        for layer, way in zip(found, ways, strict=True)
+        if way and [*inspect.signature(way).parameters][:3] == known
     ]
 
 

@@ -165,9 +165,7 @@ def same_training(
     with dtype_of(torch.float64):
         batches = [change(sample("llama", 4, seed), seed) for seed in range(5)]
         global_windows = (windows(batches, accumulate) * 2)[:updates]
-        inputs = [
-            {k: v for k, v in batch.items() if k not in without} for batch in global_windows[0]
-        ]
+        inputs = [{k: v for k, v in batch.items() if k not in without} for batch in global_windows[0]]
         for make in (lambda: SingleDeviceStrategy(device=DEVICE), lambda: MeshStrategy(device=DEVICE, **options)):
             with alone() if not found else torch.enable_grad():
                 strategy = make()

@@ -172,7 +172,13 @@ class _Blocks:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, biases: Tensor | None, blocks: _Blocks
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        biases: Tensor | None,
+        blocks: _Blocks,
     ) -> Tensor:
         with torch.autocast(query.device.type, enabled=False):
             combined = _Combined(query, value)

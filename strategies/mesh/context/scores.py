@@ -172,7 +172,9 @@ def block_by_hand_backward(
     if of_biases is not None:
         counted = of_scores
         if block.alone is not None and not scores.biases_of_all:
-            counted = of_scores * block.allowed if isinstance(block.allowed, bool) else of_scores * block.allowed[:, :, None]
+            counted = (
+                of_scores * block.allowed if isinstance(block.allowed, bool) else of_scores * block.allowed[:, :, None]
+            )
         of_biases[:, scores.diagonals(block, *of_scores.shape[-2:])] += _sums_of_diagonals(counted.sum(0).flatten(0, 1))
     of_scores = of_scores.mul_(scale)
     if capped is not None:  # the derivative of the cap

@@ -72,7 +72,9 @@ class TransformersModel:
         self._loss = model.loss_function
         self.losses, self.is_in_loss = 0, False
         self.shifts = self.divides = False
-        if self._stacks is None:  # a decoder beside an encoder is given the labels before, and each label is that of its position
+        if (
+            self._stacks is None
+        ):  # a decoder beside an encoder is given the labels before, and each label is that of its position
             with with_values():
                 self.shifts = shifts_labels(self._loss, model)
                 self.divides = divides_by_number(self._loss, model)
@@ -86,9 +88,9 @@ class TransformersModel:
         self._biased = [layer for stack in self._stacks or () for layer in relative_attention(stack)]
         for layer in self._biased:
             layer.compute_bias = functools.partial(_bias_by_distance, layer)
-        for stack in self._stacks or ():
+        for at, stack in enumerate(self._stacks or ()):
             for module in stack.modules():
-                _encoding[module] = stack is self._stacks[0]
+                _encoding[module] = at == 0
             embeddings = position_embeddings(stack)
             self._hooks += [each.register_forward_pre_hook(_give_positions, with_kwargs=True) for each in embeddings]
         self.is_cut = self._is_called_by_user = False
@@ -195,10 +197,12 @@ class TransformersModel:
         masks.is_by_hand = self._before == "eager"
         attention.masks = masks
         _running.append(attention)
-        ones = {}
-        for prefix, mask in (("", "attention_mask"), ("decoder_", "decoder_attention_mask")):
+        ones: dict[str, Tensor] = {}
+        for prefix in ("", "decoder_"):
             given = [kwargs.get(f"{prefix}{name}") for name in ("input_ids", "inputs_embeds")]
-            ones |= {mask: torch.ones(each.shape[:2], dtype=torch.bool, device=each.device) for each in given if each is not None}
+            for each in given:
+                if each is not None:
+                    ones[f"{prefix}attention_mask"] = torch.ones(each.shape[:2], dtype=torch.bool, device=each.device)
         return ones
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
