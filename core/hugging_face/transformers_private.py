@@ -283,7 +283,8 @@ def encoder_and_decoder(model: Any) -> tuple[nn.Module, nn.Module] | None:
 
 def position_embeddings(stack: nn.Module) -> list[nn.Module]:
     """Return the modules of an encoder or decoder that embed positions, which they count from 0 unless they are given any."""
-    found = [module for name, module in stack.named_children() if name == "embed_positions"]
+    children = stack.named_children()
+    found = [module for name, module in children if name == "embed_positions" and isinstance(module, nn.Embedding)]
     return [module for module in found if "position_ids" in inspect.signature(type(module).forward).parameters]
 
 

@@ -46,6 +46,8 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "pegasus": ("Pegasus", BART),
     "blenderbot": ("Blenderbot", BART),
     "m2m_100": ("M2M100", BART),
+    "pegasus_x": ("PegasusX", BART),
+    "bigbird_pegasus": ("BigBirdPegasus", BART),
 }  # fmt: skip
 
 

@@ -141,6 +141,8 @@ def test_dropout_of_attention(workers2: WorkerGroup, monkeypatch: pytest.MonkeyP
 
 REFUSED: dict[str, str] = {
     "m2m_100": "strategy.cp: 2 is not possible for M2M100ForConditionalGeneration, whose encoder counts positions from 0; use",
+    "pegasus_x": "strategy.cp: 2 is not possible for PegasusXForConditionalGeneration, whose encoder counts positions from 0; use",
+    "bigbird_pegasus": 'model.config.attention_type: "block_sparse" is not possible with strategy.cp=2, the encoder of BigBird',
     "mpt": "strategy.cp: 2 is not possible for MptForCausalLM, whose forward has no position_ids and counts positions from 0; use",
     "falcon": "model: FalconForCausalLM does not use transformers' attention interface, which cp needs; use dp_shard or tp",
     "llama4": "model: has a mask of its own, cp has causal and full attention, with sliding windows, padding and documents; use",

@@ -163,6 +163,11 @@ def check_of_both(model: Any, config: Any) -> None:
             f"strategy.cp: {config.cp} is not possible for {name}, {inputs}, and each of two sequences of tokens is cut; use dp_shard "
             "or tp instead"
         )
+    if (attention := getattr(_settings(model), "attention_type", None)) is not None:
+        raise ConfigError(
+            f'model.config.attention_type: "{attention}" is not possible with strategy.cp={config.cp}, the encoder of {name} computes '
+            "attention without transformers' interface; use dp_shard or tp instead"
+        )
     for which, stack in zip(("encoder", "decoder"), stacks, strict=True):
         if not (position_embeddings(stack) or relative_attention(stack)):
             raise ConfigError(
