@@ -272,6 +272,50 @@ def bloom_slopes(layer: Any) -> Tensor:
     return found[:, 0, 1]
 
 
+def encoder_and_decoder(model: Any) -> tuple[nn.Module, nn.Module] | None:
+    """Return the stacks of a model of transformers that has an encoder and a decoder beside it, and None of any other."""
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return None
+    encoder, decoder = model.get_encoder(), model.get_decoder()
+    inside = [{*stack.modules()} for stack in (encoder, decoder)]
+    return None if decoder in inside[0] or encoder in inside[1] else (encoder, decoder)
+
+
+def position_embeddings(stack: nn.Module) -> list[nn.Module]:
+    """Return the modules of an encoder or decoder that embed positions, which they count from 0 unless they are given any."""
+    children = stack.named_children()
+    found = [module for name, module in children if name == "embed_positions" and isinstance(module, nn.Embedding)]
+    return [module for module in found if "position_ids" in inspect.signature(type(module).forward).parameters]
+
+
+def relative_attention(stack: nn.Module) -> list[Any]:
+    """Return the attention layers of an encoder or decoder that learn biases by distance, as T5's do: ``compute_bias`` gives them."""
+    found = [module for module in stack.modules() if hasattr(module, "relative_attention_bias")]
+    known = ["self", "query_length", "key_length"]
+    ways = [getattr(type(layer), "compute_bias", None) for layer in found]
+    return [
+        layer
+        for layer, way in zip(found, ways, strict=True)
+        if way and [*inspect.signature(way).parameters][:3] == known
+    ]
+
+
+def decoder_inputs(model: Any, labels: Tensor) -> Tensor:
+    """Return what a model with an encoder and a decoder gives its decoder for labels, of which it is given nothing else.
+
+    Raises:
+        ConfigError: it does not say how it makes them.
+    """
+    if callable(own := getattr(model, "prepare_decoder_input_ids_from_labels", None)):
+        return own(labels=labels)  # type: ignore[no-any-return]
+    for kind in type(model).__mro__:
+        if (shifted := getattr(sys.modules[kind.__module__], "shift_tokens_right", None)) is not None:
+            return shifted(labels, model.config.pad_token_id, model.config.decoder_start_token_id)  # type: ignore[no-any-return]
+    raise ConfigError(
+        f"batch: has no decoder_input_ids, and {type(model).__name__} does not say how it makes them of labels; give them"
+    )
+
+
 def has_tensor_plan(model: Any) -> bool:
     """Whether a model of transformers brings a plan for tensor parallelism."""
     return bool(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None))

@@ -20,6 +20,10 @@ BY_TURNS = ["sliding_attention", "full_attention"]
 MLA = dict(SIZES, num_key_value_heads=4, q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5,
            first_k_dense_replace=1, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1,
            moe_intermediate_size=16)  # fmt: skip
+T5 = dict(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0,
+          relative_attention_num_buckets=8, relative_attention_max_distance=12, decoder_start_token_id=0)  # fmt: skip
+BART = dict(vocab_size=VOCABULARY, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+            encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=2 * LENGTH, dropout=0.0)  # fmt: skip
 CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "mistral": ("Mistral", dict(SIZES, head_dim=8, sliding_window=5)),
     "qwen2": ("Qwen2", dict(SIZES, sliding_window=5, use_sliding_window=True, layer_types=BY_TURNS)),
@@ -34,8 +38,16 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "mpt": ("Mpt", dict(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=LENGTH)),
     "falcon": ("Falcon", dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True, new_decoder_architecture=True, num_kv_heads=2)),
     "llama4": ("Llama4Text", dict(SIZES, head_dim=8, attention_chunk_size=5, num_local_experts=2, intermediate_size_mlp=32)),
-    "t5": ("T5", dict(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0, relative_attention_num_buckets=8, relative_attention_max_distance=12)),
-    "bart": ("Bart", dict(vocab_size=VOCABULARY, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=LENGTH, dropout=0.0)),
+    "t5": ("T5", T5),
+    "umt5": ("UMT5", T5),
+    "bart": ("Bart", BART),
+    "mbart": ("MBart", BART),
+    "marian": ("Marian", dict(BART, decoder_start_token_id=0, pad_token_id=0)),
+    "pegasus": ("Pegasus", BART),
+    "blenderbot": ("Blenderbot", BART),
+    "m2m_100": ("M2M100", BART),
+    "pegasus_x": ("PegasusX", BART),
+    "bigbird_pegasus": ("BigBirdPegasus", BART),
 }  # fmt: skip
 
 
@@ -48,9 +60,10 @@ def build(kind: str, **options: Any) -> nn.Module:
     config: Any = getattr(transformers, f"{name}Config", None)
     if config is None:
         pytest.skip(f"transformers {transformers.__version__} has no {name}Config")
-    made = config(**{**own, **options})
+    made = config(**{**own, **{key: value for key, value in options.items() if key != "attn_implementation"}})
     auto: Any = transformers.AutoModelForSeq2SeqLM if made.is_encoder_decoder else transformers.AutoModelForCausalLM
     more = {"experts_implementation": "eager"} if kind in ("deepseek_v2", "deepseek_v3", "gpt_oss", "llama4") else {}
+    more |= {key: options[key] for key in ("attn_implementation",) if key in options}
     model: Any = auto.from_config(made, dtype=torch.get_default_dtype(), **more)
     model.config.use_cache = False
     model.to(torch.get_default_dtype())  # what some keep in float32
@@ -58,6 +71,8 @@ def build(kind: str, **options: Any) -> nn.Module:
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 or name.endswith(("sinks", "bias")):  # a bias of keys has gradients of noise alone
                 parameter.normal_(std=0.5)
+            if name.endswith("Attention.q.weight"):  # T5 does not scale its scores
+                parameter.mul_(0.25)
     return model  # type: ignore[no-any-return]
 
 

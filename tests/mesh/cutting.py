@@ -153,18 +153,19 @@ def same_training(
     models: Mapping[str, tuple[Callable[[], nn.Module], Callable[[Batch, int], Batch]]] = MODELS,
     updates: int = 6,
     tolerance: float = TOLERANCE[torch.float64],
+    without: Sequence[str] = ("labels", "targets", "num_items_in_batch"),
 ) -> None:
-    """In a worker: train a case on one device and under a mesh, and compare; then compare outputs of the trained model."""
+    """In a worker: train a case on one device and under a mesh, and compare; then compare outputs of the trained model.
+
+    ``without``: the entries that batches to compute outputs of do not have.
+    """
     torch.set_num_threads(1)
     found = []
     build, change = models[name]
     with dtype_of(torch.float64):
         batches = [change(sample("llama", 4, seed), seed) for seed in range(5)]
         global_windows = (windows(batches, accumulate) * 2)[:updates]
-        inputs = [
-            {k: v for k, v in batch.items() if k not in ("labels", "targets", "num_items_in_batch")}
-            for batch in global_windows[0]
-        ]
+        inputs = [{k: v for k, v in batch.items() if k not in without} for batch in global_windows[0]]
         for make in (lambda: SingleDeviceStrategy(device=DEVICE), lambda: MeshStrategy(device=DEVICE, **options)):
             with alone() if not found else torch.enable_grad():
                 strategy = make()

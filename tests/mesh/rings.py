@@ -73,28 +73,37 @@ def in_a_ring(
     scale: float | None = None,
     scores: Scores = USUAL,
 ) -> list[Tensor]:
-    """Return the output and the gradients of queries, keys, values, and sinks if there are any, by two pretended processes."""
-    length = query.shape[2]
-    shards = SequenceShards(length, COUNT, length % (2 * COUNT) == 0)
-    cut = [[shards.cut(tensor, 2, index) for tensor in (query, key, value, gradient)] for index in range(COUNT)]
+    """Return the output and the gradients of queries, keys, values, and sinks or biases if there are any, by two pretended processes."""
+    shards, of_keys = (
+        SequenceShards(tensor.shape[2], COUNT, tensor.shape[2] % (2 * COUNT) == 0) for tensor in (query, key)
+    )
+    both = ((shards, query), (of_keys, key), (of_keys, value), (shards, gradient))
+    cut = [[each.cut(tensor, 2, index) for each, tensor in both] for index in range(COUNT)]
     parts: list[list[Tensor]] = []
     sent: list[list[Tensor]] = []
-    of_sinks: list[Tensor] = []
+    of_learned: list[list[Tensor]] = []
     for index, (queries, keys, values, of_out) in enumerate(cut):
         given = [tensor.detach().clone().requires_grad_() for tensor in (queries, keys, values)]
         ring = Pretended(None, index, [0, 1], cut[1 - index][1:3])
-        sinks = [] if scores.sinks is None else [scores.sinks.detach().clone().requires_grad_()]
-        own = replace(scores, sinks=sinks[0]) if sinks else scores
-        found = ring_attention(given[0], given[1], given[2], mask, scale, shards, ring, own)
-        gradients = torch.autograd.grad(found, [*given, *sinks], of_out)
+        learned = _learned(scores)
+        own = replace(scores, **learned)  # type: ignore[arg-type]
+        found = ring_attention(given[0], given[1], given[2], mask, scale, shards, ring, own, of_keys)
+        gradients = torch.autograd.grad(found, [*given, *learned.values()], of_out)
         parts.append([found.detach(), *gradients[:3]])
-        of_sinks += gradients[3:]
+        of_learned.append([*gradients[3:]])
         sent.append(ring.sent[2])
     for index, part in enumerate(parts):
         for at, arrived in enumerate(sent[1 - index], 2):
             part[at] = (part[at].to(arrived.dtype) + arrived[..., : part[at].shape[-1]]).to(part[at].dtype)
-    joined = [shards.join(tensors, 2) for tensors in zip(*parts, strict=True)]
-    return [*joined, of_sinks[0] + of_sinks[1]] if of_sinks else joined
+    divided = (shards, shards, of_keys, of_keys)
+    joined = [each.join(tensors, 2) for each, tensors in zip(divided, zip(*parts, strict=True), strict=True)]
+    return [*joined, *(one + other for one, other in zip(*of_learned, strict=True))]
+
+
+def _learned(scores: Scores, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Copies of what a model learns beside queries, keys and values, by name."""
+    given = {"sinks": scores.sinks, "biases": scores.biases}
+    return {name: each.detach().clone().to(dtype).requires_grad_() for name, each in given.items() if each is not None}
 
 
 def on_one_device(
@@ -107,22 +116,26 @@ def on_one_device(
     scores: Scores = USUAL,
 ) -> list[Tensor]:
     """Return the same by torch in float64, with a mask of all pairs; queries that attend to none give zeros."""
-    length = query.shape[2]
+    lengths = query.shape[2], key.shape[2]
+    learned = _learned(scores, torch.float64)
     given = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
     repeated = [given[0], *(tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in given[1:])]
-    found = mask.tile((0, length), (0, length), query.device)
+    found = mask.tile((0, lengths[0]), (0, lengths[1]), query.device)
     allowed = found if isinstance(found, Tensor) else torch.tensor(found, device=query.device).view(1, 1, 1, 1)
     products = (repeated[0] @ repeated[1].transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if scores.softcap is not None:
         products = torch.tanh(products / scores.softcap) * scores.softcap
     if scores.slopes is not None and scores.positions is not None:
         products = products + scores.slopes.double()[:, None, None] * scores.positions[:, None, None]
+    if "biases" in learned:
+        distance = torch.arange(lengths[1]) - torch.arange(lengths[0])[:, None]
+        products = products + learned["biases"][:, distance + lengths[0] - 1]
     products = products.masked_fill(~allowed, -1e300)
+    given += learned.values()
     if scores.sinks is None:
         weights = torch.softmax(products, -1)
     else:
-        given.append(scores.sinks.detach().double().requires_grad_())
-        sinks = given[3].view(-1, 1, 1).expand(*products.shape[:3], 1)
+        sinks = learned["sinks"].view(-1, 1, 1).expand(*products.shape[:3], 1)
         weights = torch.softmax(torch.cat([products, sinks], -1), -1)[..., :-1]
     out = weights.masked_fill(~allowed, 0.0) @ repeated[2]
     return [out.detach(), *torch.autograd.grad(out, given, gradient.double())]

@@ -24,6 +24,7 @@ from flextrain.strategies.mesh.context import masks
 from flextrain.strategies.mesh.context.attention import Ring, SequenceAttention, ring_attention
 from flextrain.strategies.mesh.context.batches import SequenceShards
 from flextrain.strategies.mesh.context.masks import CAUSAL, FULL, BatchMasks, Mask, Rule
+from flextrain.strategies.mesh.context.scores import USUAL
 from flextrain.testing import WorkerGroup
 
 from .rings import Names, Pretended, in_a_ring, on_one_device
@@ -290,8 +291,9 @@ def _both_ways(inputs: list[Tensor], gradient: Tensor, ring: Pretended) -> tuple
     """The output and the gradients, without autograd, which needs the device."""
     context = SimpleNamespace(save_for_backward=lambda *saved: setattr(context, "saved_tensors", saved))
     kernel = attention_private.attention_kernel(*inputs)
-    blocks = attending._Blocks(Mask(CAUSAL), 0.2, SequenceShards(76, 2, False), ring, kernel)
-    found = attending._RingAttention.forward(context, *inputs, None, blocks)
+    shards = SequenceShards(76, 2, False)
+    blocks = attending._Blocks(Mask(CAUSAL), 0.2, shards, ring, kernel, USUAL, shards)
+    found = attending._RingAttention.forward(context, *inputs, None, None, blocks)
     return found, attending._RingAttention.backward(context, gradient)[:3]  # type: ignore[return-value]
 
 

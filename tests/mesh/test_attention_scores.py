@@ -28,6 +28,7 @@ SCORES = {
     "sinks": Scores(sinks=torch.linspace(-1.0, 2.0, HEADS)),
     "slopes": Scores(slopes=0.5 ** torch.arange(1.0, 1.0 + HEADS), positions=AT),
     "slopes by sample": Scores(slopes=0.5 ** torch.arange(1.0, 1.0 + HEADS), positions=torch.cat([AT, AT.flip(1)])),
+    "biases": Scores(biases=torch.linspace(-2.0, 2.0, HEADS * (2 * LENGTH - 1)).sin().view(HEADS, -1)),
     "all": Scores(1.0, torch.linspace(-1.0, 2.0, HEADS), 0.5 ** torch.arange(1.0, 1.0 + HEADS), AT),
 }
 SOME = ("causal", "full", "window", "padding", "all of a sample", "documents", "holes")
@@ -51,8 +52,9 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize("mask", SOME)
 def test_a_ring(mask: str, scores: str) -> None:
-    own, sinks = SCORES[scores], SCORES[scores].sinks
-    own = own if sinks is None else replace(own, sinks=sinks.double())
+    own = SCORES[scores]
+    learned = {"sinks": own.sinks, "biases": own.biases}
+    own = replace(own, **{name: each.double() for name, each in learned.items() if each is not None})
     of_mask = MASKS[mask](LENGTH)
     with Names() as seen:
         found = in_a_ring(*given(), of_mask, 0.3, own)
@@ -74,6 +76,31 @@ def test_some_heads_of_a_whole_sequence(mask: str, scores: str) -> None:
         parts.append([found.detach(), *torch.autograd.grad(found, inputs, gradient[:, heads])])
     joined = [torch.cat(pair, 1) for pair in zip(*parts, strict=True)]
     close(joined, on_one_device(*given(), of_mask, None, SCORES[scores])[:4])
+
+
+@pytest.mark.parametrize("others", [8, 20, 50])
+@pytest.mark.parametrize("mask", ["full", "padding", "holes", "all of a sample"])
+@pytest.mark.parametrize("shortest", [1, 1000])
+def test_to_another_sequence(shortest: int, mask: str, others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a decoder attends to its encoder: in a ring, and by what Ulysses computes between its exchanges."""
+    monkeypatch.setattr(masks, "SHORTEST", shortest)
+    query, _, _, gradient = given()
+    _, key, value, _ = tensors(others, dtype=torch.float64)
+    of_mask = replace(MASKS[mask](others), rule=FULL, queries=LENGTH)
+    expected = on_one_device(query, key, value, gradient, of_mask)
+    close(in_a_ring(query, key, value, gradient, of_mask), expected)
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+    found = attending._whole_attention(inputs[0], inputs[1], inputs[2], of_mask, None, 0.0)
+    close([found.detach(), *torch.autograd.grad(found, inputs, gradient)], expected)
+
+
+def test_who_attends_to_none_of_another_sequence() -> None:
+    keys = torch.ones(2, 30, dtype=torch.bool)
+    keys[1] = False
+    found = Mask(FULL, keys, averages=True, queries=LENGTH).alone
+    assert found is not None
+    assert found.shape == (2, LENGTH)
+    assert found.all(-1).tolist() == found.any(-1).tolist() == [False, True]
 
 
 @pytest.mark.parametrize("scores", SCORES)

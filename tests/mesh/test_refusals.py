@@ -105,7 +105,7 @@ CONTEXT: list[Row] = [
     (transformers_model("gpt2", attn_pdrop=0.2), "model.config.attn_pdrop: 0.2 is not possible with strategy.cp_kind"),
     (
         transformers_model(is_encoder_decoder=True),
-        "strategy.cp: 2 is not possible for LlamaForCausalLM, an encoder and",
+        "strategy.cp: 2 is not possible for LlamaForCausalLM, no encoder and decoder of tokens, and each of two sequences",
     ),
     (
         lambda: check_of_transformers(

@@ -66,7 +66,7 @@ class Ring:
 
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None, shards: SequenceShards, ring: Ring,
-    scores: Scores = USUAL,
+    scores: Scores = USUAL, of_keys: SequenceShards | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the attention of this process's queries to the keys of all processes.
 
@@ -79,7 +79,9 @@ def ring_attention(
         key, value: the same with a number of heads that divides that of ``query``; ``value`` may have another width.
         mask: which position attends to which. One that attends to none gives zeros.
         scale: factor of the scores; None: 1 / sqrt(width).
+        shards: the division of the sequence.
         scores: what else is done to them, for the heads of ``query``; its positions are those of the whole sequence.
+        of_keys: the division of the sequence of keys, if it is another one.
 
     Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; blocks are combined as
     in Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness", 2022.
@@ -91,9 +93,8 @@ def ring_attention(
         aligned = _aligned(query, key, value)
         kernel = attention_kernel(*aligned)
         query, key, value = aligned if kernel is not None else (query, key, value)
-    found: Tensor = _RingAttention.apply(
-        query, key, value, scores.sinks, _Blocks(mask, scale, shards, ring, kernel, scores)
-    )
+    blocks = _Blocks(mask, scale, shards, ring, kernel, scores, shards if of_keys is None else of_keys)
+    found: Tensor = _RingAttention.apply(query, key, value, scores.sinks, scores.biases, blocks)
     return found if found.shape[-1] == width else found[..., :width]
 
 
@@ -116,12 +117,13 @@ class _Blocks:
     shards: SequenceShards
     ring: Ring
     kernel: AttentionKernel | None
-    scores: Scores = USUAL
+    scores: Scores
+    of_keys: SequenceShards
 
     def of_step(self, step: int, device: torch.device) -> Iterator[AttentionBlock]:
         """The blocks with the keys of the process ``step`` before."""
         blocks = self.mask.blocks if self.kernel is not None else self.mask.tiles
-        return blocks(self.shards, self.ring.index, self.source(step), device)
+        return blocks(self.shards.spans(self.ring.index), self.of_keys.spans(self.source(step)), device)
 
     def source(self, step: int) -> int:
         """The process ``step`` before."""
@@ -131,7 +133,7 @@ class _Blocks:
         """The positions of a block's keys, which process ``source`` has."""
         if self.scores.positions is None:
             return None
-        return self.shards.cut(self.scores.positions, -1, source)[:, slice(*block.columns)]
+        return self.of_keys.cut(self.scores.positions, -1, source)[:, slice(*block.columns)]
 
     def forward(
         self, block: AttentionBlock, inputs: Sequence[Tensor], source: int
@@ -152,20 +154,32 @@ class _Blocks:
         of_all: tuple[Tensor, Tensor],
         random: tuple[Tensor, ...],
         source: int,
+        of_biases: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a block's gradients of queries, keys and values; ``of_all``: the output and the sums of all blocks."""
+        """Return a block's gradients of queries, keys and values, and add that of biases to ``of_biases``.
+
+        ``of_all``: the output and the sums of all blocks.
+        """
         query, key, value = inputs
         given = block.of_rows(gradient), block.of_rows(query), block.of_columns(key), block.of_columns(value)
         out, sums = (block.of_rows(tensor) for tensor in of_all)
         if self.kernel is not None and block.allowed is True:
             return self.kernel.backward(*given, out, sums, random, block.is_causal, self.scale)
         positions = self._positions(block, source)
-        return block_by_hand_backward(*given, out, sums, block, self.scale, self.scores, positions)
+        return block_by_hand_backward(*given, out, sums, block, self.scale, self.scores, positions, of_biases)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, blocks: _Blocks) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        biases: Tensor | None,
+        blocks: _Blocks,
+    ) -> Tensor:
         with torch.autocast(query.device.type, enabled=False):
             combined = _Combined(query, value)
             random: tuple[Tensor, ...] = ()
@@ -191,7 +205,8 @@ class _RingAttention(torch.autograd.Function):
         blocks: _Blocks = ctx.blocks
         with torch.autocast(query.device.type, enabled=False):
             gradient = gradient.contiguous()
-            of_query = _Sum(query)
+            of_query, biases = _Sum(query), blocks.scores.biases
+            of_biases = None if biases is None else torch.zeros_like(biases, dtype=accumulated(query))
             travelling, count = [key, value], blocks.shards.count
             own: list[Tensor] = []
             arriving: Callable[[], list[Tensor]] | None = None
@@ -199,8 +214,8 @@ class _RingAttention(torch.autograd.Function):
                 wait = blocks.ring.send_on(travelling) if step < count - 1 else None
                 of_key, of_value = (_Sum(tensor) for tensor in travelling)
                 for block in blocks.of_step(step, query.device):
-                    inputs, of_all = (query, *travelling), (out, sums)
-                    found = blocks.backward(block, gradient, inputs, of_all, tuple(random), blocks.source(step))
+                    inputs, of_all, source = (query, *travelling), (out, sums), blocks.source(step)
+                    found = blocks.backward(block, gradient, inputs, of_all, tuple(random), source, of_biases)
                     of_query.add(block.of_rows, found[0])
                     of_key.add(block.of_columns, found[1])
                     of_value.add(block.of_columns, found[2])
@@ -217,7 +232,9 @@ class _RingAttention(torch.autograd.Function):
             if arriving is not None:
                 own = [one.add_(other) for one, other in zip(arriving(), own, strict=True)]
             of_sinks = blocks.scores.gradient_of_sinks(gradient, out, sums)
-        return of_query.total.to(query.dtype), own[0].to(key.dtype), own[1].to(value.dtype), of_sinks, None
+            of_biases = None if biases is None or of_biases is None else of_biases.to(biases.dtype)
+        found = of_query.total.to(query.dtype), own[0].to(key.dtype), own[1].to(value.dtype)
+        return *found, of_sinks, of_biases, None
 
 
 class _Sum:
@@ -295,6 +312,7 @@ def ulysses_attention(
     group: Any,
     dropout: float = 0.0,
     scores: Scores = USUAL,
+    of_keys: SequenceShards | None = None,
 ) -> Tensor:
     """Return the attention of this process's queries to the keys of all processes, by torch's own kernels.
 
@@ -303,7 +321,7 @@ def ulysses_attention(
     Args:
         query: (samples, heads, positions of this process, width); the number of processes divides that of the heads.
         key, value: the same with a number of heads that divides that of ``query``.
-        mask, scale: see ``ring_attention``.
+        mask, scale, shards, of_keys: see ``ring_attention``.
         scores: the same for the heads that this process has of the whole sequence.
         dropout: probability; each process must draw random numbers of its own.
 
@@ -317,7 +335,8 @@ def ulysses_attention(
     if repeats > 1:
         repeats = repeats if shared % repeats == 0 else shared
         key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
-    query, key, value = (_whole_sequence(tensor, shards, group) for tensor in (query, key, value))
+    query = _whole_sequence(query, shards, group)
+    key, value = (_whole_sequence(tensor, shards if of_keys is None else of_keys, group) for tensor in (key, value))
     out = _whole_attention(query, key, value, mask, scale, dropout, scores)
     return _own_positions(out, shards, group)
 
@@ -325,8 +344,8 @@ def ulysses_attention(
 def _whole_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None, dropout: float, scores: Scores = USUAL
 ) -> Tensor:
-    """Attention of all positions of a sequence, which this process has."""
-    length, allowed = query.shape[2], None
+    """Attention of all positions of a sequence to all of it or of another one, which this process has."""
+    length, allowed = key.shape[2], None
     causal = mask.by_rule and mask.rule == CAUSAL
     if dropout and (mask.alone is not None or not scores.are_usual):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -341,8 +360,8 @@ def _whole_attention(
             and attention_kernel(*_aligned(query, key, value)) is not None
         )
     ):
-        alone = SequenceShards(length, 1, False), Ring(None, 0, [0])
-        return ring_attention(query, key, value, mask, scale, *alone, scores)
+        alone = SequenceShards(query.shape[2], 1, False), Ring(None, 0, [0])
+        return ring_attention(query, key, value, mask, scale, *alone, scores, SequenceShards(length, 1, False))
     if not causal:
         allowed = mask.dense(length, query.device)
     groups = query.shape[1] != key.shape[1]
@@ -391,6 +410,20 @@ def _all_to_all(tensors: Tensor, group: Any) -> Tensor:
     return received
 
 
+class _Without(torch.autograd.Function):
+    """What depends on each query alone, in the shape of attention to another sequence, whose gradients are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        return query.sum(-1, keepdim=True).expand(*query.shape[:-1], value.shape[-1]).clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros_like(tensor) for tensor in ctx.saved_tensors)
+
+
 class SequenceAttention:
     """Attention whose queries, keys and values are those of this process's positions.
 
@@ -404,6 +437,8 @@ class SequenceAttention:
         is_apart: each position attends to itself alone, to find what else combines positions.
         dtype, device: of the last call.
         length: number of positions of the batch of the forward that is running; None outside of updates and evaluations.
+        encoder_length: that of the encoder's sequence; None: the model has one sequence.
+        positions: of a model with two, where this process's positions are, of the encoder and of the decoder; else empty.
         documents, is_full: of that batch, see CutBatch.
         masks: of that forward.
         is_compared: the forward is compared with one process.
@@ -419,6 +454,8 @@ class SequenceAttention:
         self.is_apart = False
         self.dtype, self.device = torch.float32, torch.device(mesh.device_type)
         self.length: int | None = None
+        self.encoder_length: int | None = None
+        self.positions: list[Tensor] = []
         self.documents: Tensor | None = None
         self.is_full = self.is_compared = self.has_documents = False
         self.masks = BatchMasks()
@@ -443,6 +480,10 @@ class SequenceAttention:
     def begin(self, batch: CutBatch) -> None:
         """Take what belongs to the forward of a batch."""
         self.length, self.documents, self.is_full = batch.shards.length, batch.documents, batch.is_full
+        if batch.of_encoder is not None:
+            self.encoder_length = batch.of_encoder.length
+            lengths = self.encoder_length, self.length
+            self.positions = [self.own(torch.arange(length, device=self.device)) for length in lengths]
 
     def separate_documents(self) -> None:
         """Note that a forward keeps documents apart.
@@ -460,6 +501,7 @@ class SequenceAttention:
     def end(self) -> None:
         """Let go of what belongs to the forwards of an update or evaluation."""
         self.length, self.documents, self.is_full, self.masks = None, None, False, BatchMasks()
+        self.encoder_length, self.positions = None, []
 
     def stay_uncompiled(self) -> None:
         """Let a compiled model call this as it is: each of its messages and tiles would be compiled for itself."""
@@ -473,12 +515,16 @@ class SequenceAttention:
         if isinstance(query, DTensor):
             return self._on_shards_of_heads(query, key, value, mask, scale, dropout, source, scores)
         own, others = query.shape[-2], key.shape[-2]
-        if own != others or (self.length is not None and own * self.count != self.length):
+        length = self.length if mask.length is None else mask.length
+        of_keys = own if length is None else length // self.count
+        of_queries = of_keys if mask.queries is None else mask.queries // self.count
+        if (own, others) != (of_queries, of_keys):
+            of_both = "for both" if of_queries == of_keys else f"and {of_keys} of its other one"
             raise StrategyError(
-                f"{source}: {own} queries and {others} keys, context parallelism needs the sequence's "
-                f"{own if self.length is None else self.length // self.count} positions of this process for both"
+                f"{source}: {own} queries and {others} keys, context parallelism needs the sequence's {of_queries} positions of this "
+                f"process {of_both}"
             )
-        for name, found in (("sinks", scores.sinks), ("slopes", scores.slopes)):
+        for name, found in scores.by_head.items():
             if found is not None and len(found) != query.shape[1]:
                 raise StrategyError(
                     f"{source}: has {len(found)} {name} of attention for {query.shape[1]} heads on a process"
@@ -487,6 +533,8 @@ class SequenceAttention:
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         self.dtype, self.device = query.dtype, query.device
+        if self.is_apart and mask.queries is not None:
+            return cast(Tensor, _Without.apply(query, key, value))
         if self.is_apart:
             of_heads = query.shape[1] // key.shape[1]
             key, value = (tensor.repeat_interleave(of_heads, 1) for tensor in (key, value))
@@ -494,7 +542,7 @@ class SequenceAttention:
             if scores.sinks is not None:
                 used = used + scores.sinks[:, None, None]
             return value + 0.0 * used
-        shards = self.shards(own * self.count)
+        shards, keys_shards = self.shards(own * self.count), self.shards(others * self.count)
         if self.kind == "ulysses":
             if query.shape[1] % self.count:
                 raise StrategyError(
@@ -503,13 +551,15 @@ class SequenceAttention:
                 )
             own_heads = scores.of_heads(self.index, self.count)
             with self._locally():
-                return ulysses_attention(query, key, value, mask, scale, shards, self._group, dropout, own_heads)
+                return ulysses_attention(
+                    query, key, value, mask, scale, shards, self._group, dropout, own_heads, keys_shards
+                )
         if dropout:
             raise StrategyError(
                 f'strategy.cp_kind: "ring" has no dropout of attention, {source} asks for {dropout}; choose "ulysses", or '
                 "set it to 0"
             )
-        return ring_attention(query, key, value, mask, scale, shards, self._ring, scores)
+        return ring_attention(query, key, value, mask, scale, shards, self._ring, scores, keys_shards)
 
     @contextmanager
     def _locally(self) -> Iterator[None]:

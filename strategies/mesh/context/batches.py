@@ -64,6 +64,10 @@ KEYS: Mapping[str, int] = {
     "input_ids": 1, "labels": 1, "position_ids": -1, "inputs_embeds": 1, "token_type_ids": 1, "shift_labels": 1,
 }  # fmt: skip
 """The dimension of sequences in entries with these names, unless ``strategy.cp_keys`` has others."""
+OF_DECODER: Mapping[str, int] = {"labels": 1, "decoder_input_ids": 1, "decoder_inputs_embeds": 1}
+"""The same for the sequence of a decoder beside an encoder, whose own are the others of ``KEYS``."""
+OF_ENCODER = ("input_ids", "inputs_embeds")
+MASKS = ("attention_mask", "decoder_attention_mask")
 IGNORED = -100
 """The label of positions that do not count in a loss, as in transformers and by default in torch."""
 
@@ -73,7 +77,8 @@ class CutBatch(dict[str, Any]):
 
     Attributes:
         whole: the batch.
-        shards: the division of its sequences.
+        shards: the division of its sequences; of a model with an encoder and a decoder those of the decoder.
+        of_encoder: that of the encoder's sequences; None: the model has one sequence.
         size: number of its samples; None if sequences are along the first dimension.
         dim, dims: dimension of the sequences, and that of each entry that was cut.
         count, total: number of targets that count in the loss, on this process and on all that share the batch.
@@ -87,6 +92,7 @@ class CutBatch(dict[str, Any]):
 
     whole: Mapping[str, Any]
     shards: SequenceShards
+    of_encoder: SequenceShards | None
     size: int | None
     dim: int
     dims: Mapping[str, int]
@@ -121,6 +127,7 @@ class SequenceBatches:
         shifts: labels have to be shifted.
         divides: the loss is a sum divided by ``num_items_in_batch`` where the batch has it.
         loss_weight: the model's, see Weighing; None: it has none.
+        decoder_inputs: gives ``decoder_input_ids`` for labels, of a model with an encoder and a decoder; None: it has one sequence.
     """
 
     keys: Mapping[str, int | None]
@@ -131,6 +138,7 @@ class SequenceBatches:
     shifts: bool = False
     divides: bool = False
     loss_weight: Callable[[Any], Any] | None = None
+    decoder_inputs: Callable[[Tensor], Tensor] | None = None
 
     def cut(self, batch: Any) -> CutBatch:
         """Return this process's shard of a batch.
@@ -145,15 +153,19 @@ class SequenceBatches:
         whole, documents = self._completed(batch)
         dims = {key: dim for key in whole if (dim := self._dim(key)) is not None and isinstance(whole[key], Tensor)}
         lengths = {key: self._length(key, whole[key], dim) for key, dim in dims.items()}
-        main = next(iter(lengths))
-        length = lengths[main]
-        self._check(whole, lengths, main)
+        mains = self._mains(lengths)
+        main, length = mains[0], lengths[mains[0]]
+        self._check(whole, lengths, mains)
         shards = self.shards(length)
         cut = CutBatch({key: value for key, value in whole.items() if key not in dims})
         for key, dim in dims.items():
-            cut[key] = shards.cut(whole[key], dim, self.index).contiguous()
+            cut[key] = self.shards(lengths[key]).cut(whole[key], dim, self.index).contiguous()
         cut.whole, cut.shards, cut.dim, cut.dims = batch, shards, dims[main] % whole[main].ndim, dims
-        cut.documents, cut.is_full = documents, self.of_transformers and _is_full(whole.get("attention_mask"))
+        cut.of_encoder = self.shards(lengths[mains[1]]) if len(mains) > 1 else None
+        cut.documents, cut.is_full = (
+            documents,
+            self.of_transformers and _are_full([whole.get(key) for key in self._masks]),
+        )
         cut.size = whole[main].shape[0] if cut.dim else None
         cut.is_sum = self.divides and cut.get("num_items_in_batch") is not None
         ignoring = self._ignoring(whole, dims)
@@ -214,24 +226,27 @@ class SequenceBatches:
         """
         whole: dict[str, Any] = dict(batch)
         dims = {key: dim for key in whole if (dim := self._dim(key)) is not None and isinstance(whole[key], Tensor)}
-        if self.of_transformers and isinstance(whole.get("attention_mask"), Tensor):
-            dims["attention_mask"] = 1
-        full = next(iter(whole[key].shape[dim] for key, dim in dims.items()))
-        length = min(length, full)
-        ignoring, start = self._ignoring(whole, {key: dim for key, dim in dims.items() if key != "attention_mask"}), 0
+        ignoring, first = self._ignoring(whole, dims), 0
         if ignoring is not None and bool((counted := _counted(whole[ignoring], dims[ignoring])).any()):
             # Labels that are not shifted yet belong to the position before them.
-            first = int(counted.reshape(-1, full).any(0).nonzero()[0])
-            start = max(0, min(first - 1, full - length))
-        tail = length // 2
+            first = int(counted.reshape(-1, counted.shape[-1]).any(0).nonzero()[0]) - 1
+        dims |= {key: 1 for key in self._masks if isinstance(whole.get(key), Tensor)}
         found: dict[str, Tensor] = {}
         for key, dim in dims.items():
-            ends = (start, length - tail), (full - tail, tail)
+            full = whole[key].shape[dim]
+            some = min(length, full)
+            tail, start = some // 2, max(0, min(first if self._is_of_loss(key) else 0, full - some))
+            ends = (start, some - tail), (full - tail, tail)
             found[key] = torch.cat([whole[key].narrow(dim, *end) for end in ends], dim)
-            if key != "attention_mask" and bool((found[key] == 1).all()):
-                few = length // (4 * self._count)
-                found[key].narrow(dim, length - few, few).zero_()
+            if key not in self._masks and bool((found[key] == 1).all()):
+                few = some // (4 * self._count)
+                found[key].narrow(dim, some - few, few).zero_()
         return {**whole, **found}
+
+    @property
+    def _masks(self) -> Sequence[str]:
+        """The entries that are masks of padding, which stay whole."""
+        return MASKS[: 0 if not self.of_transformers else 1 if self.decoder_inputs is None else 2]
 
     @property
     def _count(self) -> int:
@@ -240,9 +255,29 @@ class SequenceBatches:
     def _dim(self, key: str) -> int | None:
         if key in self.keys:
             return self.keys[key]
+        if self.decoder_inputs is not None:
+            return {**KEYS, **OF_DECODER}.get(key)
         if key == self.positions:
             return -1
         return KEYS.get(key)
+
+    def _is_of_loss(self, key: str) -> bool:
+        """Whether an entry has positions of the sequence that the loss has."""
+        return self.decoder_inputs is None or key in OF_DECODER or key.startswith("decoder_")
+
+    def _mains(self, lengths: Mapping[str, int]) -> list[str]:
+        """The keys that say how long sequences are: of the only one, or of a decoder's and of its encoder's."""
+        if self.decoder_inputs is None:
+            return [next(iter(lengths))]
+        found = []
+        for name, keys in (("decoder", OF_DECODER), ("encoder", OF_ENCODER)):
+            if not (given := [key for key in keys if key in lengths]):
+                raise ConfigError(
+                    f"batch: has no sequence for the {name}, cp={self._count} needs one of "
+                    + ", ".join(f'"{key}"' for key in keys)
+                )
+            found.append(given[0])
+        return found
 
     def _is_shifted(self, batch: Mapping[str, Any]) -> bool:
         return self.shifts and batch.get("labels") is not None
@@ -269,9 +304,13 @@ class SequenceBatches:
             # The target of a position is the next label, which another process may have.
             labels = functional.pad(whole["labels"], (0, 1), value=IGNORED)
             whole["labels"] = labels[:, 1:]
-        if self.of_transformers:
+        if self.decoder_inputs is not None:
+            self._complete_decoder(whole, self.decoder_inputs)
+        elif self.of_transformers:
             documents = self._documents(whole.get(self.positions or "position_ids"))
-            self._mask(whole, length)
+        if self.of_transformers:
+            for name in self._masks:
+                self._mask(whole, name, length)
             if whole.get("use_cache"):
                 raise ConfigError(
                     'batch["use_cache"]: True is not possible with cp, whose processes have a shard of each cache'
@@ -280,23 +319,37 @@ class SequenceBatches:
                 raise ConfigError(
                     'batch["output_attentions"]: True is not possible with cp, whose attention has no weights of whole sequences'
                 )
-        if self.positions is not None and whole.get(self.positions) is None:
+        if self.positions is not None and self.decoder_inputs is None and whole.get(self.positions) is None:
             whole[self.positions] = torch.arange(length, device=main.device)[None]
         return whole, documents
 
-    def _mask(self, whole: dict[str, Any], length: int) -> None:
-        """Make the mask one of bool, which stays whole."""
-        mask = whole.get("attention_mask")
+    def _complete_decoder(self, whole: dict[str, Any], decoder_inputs: Callable[[Tensor], Tensor]) -> None:
+        """Give each position of a decoder the label before it, which another process may have."""
+        if whole.get("encoder_outputs") is not None:
+            raise ConfigError(
+                'batch["encoder_outputs"]: is not possible with cp, whose processes have a shard of each sequence; give input_ids'
+            )
+        labels = whole.get("labels")
+        is_given = any(whole.get(key) is not None for key in ("decoder_input_ids", "decoder_inputs_embeds"))
+        if isinstance(labels, Tensor) and labels.ndim == 2 and not is_given:
+            whole["decoder_input_ids"] = decoder_inputs(labels)
+
+    def _mask(self, whole: dict[str, Any], name: str, length: int) -> None:
+        """Make a mask one of bool, which stays whole; ``length`` is that of the only sequence."""
+        mask = whole.get(name)
         if mask is None:
             return
+        if self.decoder_inputs is not None:
+            keys = OF_ENCODER if name == MASKS[0] else OF_DECODER
+            length = next((whole[key].shape[1] for key in keys if isinstance(whole.get(key), Tensor)), length)
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             given = f"has {mask.ndim} dimensions" if isinstance(mask, Tensor) else f"is {type(mask).__name__}"
-            raise ConfigError(f'batch["attention_mask"]: {given}, cp needs (samples, positions) with 0 for padding')
+            raise ConfigError(f'batch["{name}"]: {given}, cp needs (samples, positions) with 0 for padding')
         if mask.shape[1] != length:
             raise StrategyError(
-                f'batch["attention_mask"]: has {mask.shape[1]} positions and the sequences have {length}, cp needs the same'
+                f'batch["{name}"]: has {mask.shape[1]} positions and the sequences have {length}, cp needs the same'
             )
-        whole["attention_mask"] = mask != 0
+        whole[name] = mask != 0
 
     def _documents(self, positions: Any) -> Tensor | None:
         """The documents that transformers finds where positions begin again."""
@@ -312,21 +365,27 @@ class SequenceBatches:
             )
         return value.shape[dim]
 
-    def _check(self, whole: Mapping[str, Any], lengths: Mapping[str, int], main: str) -> None:
-        length = lengths[main]
+    def _check(self, whole: Mapping[str, Any], lengths: Mapping[str, int], mains: Sequence[str]) -> None:
+        known = {*KEYS, *OF_DECODER}
         for key, other in lengths.items():
-            if other != length:
+            main = mains[0] if self._is_of_loss(key) else mains[-1]
+            # An entry that transformers does not know may be of either sequence.
+            if other != lengths[main] and (key in known or all(other != lengths[each] for each in mains)):
                 raise StrategyError(
-                    f'batch["{key}"]: has {other} positions and "{main}" has {length}, cp needs the same'
+                    f'batch["{key}"]: has {other} positions and "{main}" has {lengths[main]}, cp needs the same'
                 )
-        if length % self._count:
-            raise StrategyError(
-                f'batch["{main}"]: {length} positions do not divide over cp={self._count} processes; pad to a multiple of '
-                f"{self._count}, with label {IGNORED}"
-            )
+        for main in mains:
+            if lengths[main] % self._count:
+                padding = f"label {IGNORED}" if main == mains[0] else "0 in attention_mask"
+                raise StrategyError(
+                    f'batch["{main}"]: {lengths[main]} positions do not divide over cp={self._count} processes; pad to a multiple of '
+                    f"{self._count}, with {padding}"
+                )
         for key, value in whole.items():
-            known = key in lengths or key in self.keys or (self.of_transformers and key == "attention_mask")
-            if not known and isinstance(value, Tensor) and length in value.shape[1:]:
+            if key in lengths or key in self.keys or key in self._masks or not isinstance(value, Tensor):
+                continue
+            length = next((lengths[main] for main in mains if lengths[main] in value.shape[1:]), None)
+            if length is not None:
                 raise ConfigError(
                     f'batch["{key}"]: has a dimension of {length} as the sequence has; give strategy.cp_keys={{"{key}": dim}}, '
                     "or None for an entry that every process needs whole"
@@ -339,8 +398,9 @@ class SequenceBatches:
         return next((key for key in found if bool((whole[key] == IGNORED).any())), None)
 
 
-def _is_full(mask: Tensor | None) -> bool:
-    return mask is not None and bool(mask.all())
+def _are_full(masks: Sequence[Tensor | None]) -> bool:
+    given = [mask for mask in masks if mask is not None]
+    return bool(given) and all(bool(mask.all()) for mask in given)
 
 
 def _counted(targets: Tensor, dim: int) -> Tensor:
@@ -367,13 +427,17 @@ def gather_outputs(outputs: Any, batch: CutBatch, mesh: DeviceMesh) -> Any:
 def _gathered(leaf: Any, batch: CutBatch, mesh: DeviceMesh) -> Any:
     if leaf is None:
         return None
-    own = batch.shards.length // batch.shards.count
+    shards = batch.shards
     if not isinstance(leaf, Tensor):
         raise StrategyError(f"model: gives {type(leaf).__name__} in evaluation, cp needs tensors of each position")
     if leaf.ndim == 0 and leaf.is_floating_point():
         value = torch.zeros_like(leaf) if batch.factor == 0 else leaf.detach() * batch.factor
         torch_dist.all_reduce(value, group=mesh.get_group())
         return value / batch.shards.count
+    own = shards.length // shards.count
+    others = batch.of_encoder
+    if others is not None and leaf.ndim > batch.dim and leaf.shape[batch.dim] != own:
+        shards, own = others, others.length // others.count
     if leaf.ndim <= batch.dim or leaf.shape[batch.dim] != own or batch.size not in (None, leaf.shape[0]):
         raise StrategyError(
             f"model: gives a tensor of shape {tuple(leaf.shape)} in evaluation, cp={batch.shards.count} needs {own} positions of "
@@ -383,4 +447,4 @@ def _gathered(leaf: Any, batch: CutBatch, mesh: DeviceMesh) -> Any:
     sent = leaf.detach().contiguous()
     received = [torch.empty_like(sent) for _ in range(batch.shards.count)] if mesh.get_local_rank() == 0 else None
     torch_dist.gather(sent, received, first, group=mesh.get_group())
-    return None if received is None else batch.shards.join(received, batch.dim)
+    return None if received is None else shards.join(received, batch.dim)

@@ -563,6 +563,8 @@ class OneProcessComparison:
         self._attention.is_apart = True
         try:
             with self._together(cut), trying(self._model):
+                for positions in self._attention.positions:
+                    self._following.mark(positions, -1)
                 with self._following.watching():
                     result = run()
                 if torch.is_grad_enabled():

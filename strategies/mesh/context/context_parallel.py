@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,13 @@ from torch import Tensor, nn
 from ....core.base.errors import ConfigError, StrategyError, suggest, unchecked
 from ....core.comm import collectives as dist
 from ....core.device.precision import running_statistics
-from ....core.hugging_face.transformers_private import pretrained_models
+from ....core.hugging_face.transformers_private import (
+    decoder_inputs,
+    encoder_and_decoder,
+    position_embeddings,
+    pretrained_models,
+    relative_attention,
+)
 from ....core.model.base_model import class_name, overrides
 from ....core.model.token_counts import takes_number_of_items
 from ....core.torch_compat.torch_private import has_values, is_compiled, repeating_in
@@ -45,7 +52,7 @@ def attention_kind(config: Any, models: Sequence[Any]) -> str:
     """Return "ring" or "ulysses"; with "auto" the latter, whose kernels are torch's, if the heads are known to divide."""
     if config.cp_kind != "auto":
         return str(config.cp_kind)
-    heads = [getattr(found, "num_attention_heads", 1) for found in map(_settings, models)]
+    heads = [number for model in models for number in _heads(model) or [1]]
     return "ulysses" if heads and all(number % (config.cp * config.tp) == 0 for number in heads) else "ring"
 
 
@@ -57,12 +64,34 @@ def may_attend(module: nn.Module) -> bool:
     return not known or isinstance(module, nn.MultiheadAttention)
 
 
+def check_alike(model: nn.Module, models: Sequence[Any], count: int) -> bool:
+    """Return whether models of transformers in a model have an encoder and a decoder.
+
+    Raises:
+        ConfigError: only some do, or ``model`` around them does not take what the decoder is given.
+    """
+    having = [bool(getattr(found.config, "is_encoder_decoder", False)) for found in models]
+    if any(having) and not all(having):
+        raise ConfigError(
+            f"strategy.cp: {count} is not possible for {class_name(model)}, of whose models only some have an encoder and a decoder; "
+            "use dp_shard or tp instead"
+        )
+    if any(having) and not _takes(model, "decoder_input_ids"):
+        raise ConfigError(
+            f"model: {class_name(model)}.forward has no parameter decoder_input_ids, which strategy.cp={count} makes of whole labels; "
+            "add it, and give it to the model of transformers"
+        )
+    return any(having)
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    parameters = inspect.signature(model.forward).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
 def check_positions(model: nn.Module, positions: str | None) -> None:
     """Raise ConfigError for a model that has to count positions itself, from 0 on every process."""
-    if positions is None:
-        return
-    parameters = inspect.signature(model.forward).parameters
-    if positions not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    if positions is not None and not _takes(model, positions):
         raise ConfigError(
             f"strategy.cp_positions: {class_name(model)}.forward has no parameter {positions or repr(positions)}, and would count positions "
             "from 0 on every process; add it, name another one, or give None if it needs no positions"
@@ -73,18 +102,16 @@ def check_positions(model: nn.Module, positions: str | None) -> None:
 def check_of_transformers(model: Any, config: Any, kind: str) -> None:
     """Raise ConfigError for a model of transformers that context parallelism does not fit."""
     name, settings = class_name(model), _settings(model)
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ConfigError(
-            f"strategy.cp: {config.cp} is not possible for {name}, an encoder and a decoder have two sequences; use dp_shard or tp "
-            "instead"
-        )
+    has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    if has_encoder:
+        check_of_both(model, config)
     counts_itself = getattr(settings, "model_type", None) == "bloom"  # from its biases
     if counts_itself and config.tp > 1:
         raise ConfigError(
             f"strategy.tp: {config.tp} is not possible for {name} beside cp={config.cp}, whose attention adds biases for whole "
             "sequences to products of its own; use cp or tp alone"
         )
-    if not counts_itself and "position_ids" not in inspect.signature(model.forward).parameters:
+    if not (counts_itself or has_encoder) and "position_ids" not in inspect.signature(model.forward).parameters:
         raise ConfigError(
             f"strategy.cp: {config.cp} is not possible for {name}, whose forward has no position_ids and counts positions from 0; use "
             "dp_shard or tp instead"
@@ -107,15 +134,22 @@ def check_of_transformers(model: Any, config: Any, kind: str) -> None:
                 f'model.config: rotary positions of type "{rope}" depend on the length of a sequence, of which each of strategy.cp='
                 f"{config.cp} processes has some; choose another type, such as yarn"
             )
-    heads = getattr(settings, "num_attention_heads", None)
-    if kind == "ulysses" and heads is not None and heads % (config.cp * config.tp):
+    of_all = _heads(model)
+    heads = next((number for number in of_all if number % (config.cp * config.tp)), of_all[0] if of_all else None)
+    divides = heads is not None and heads % (config.cp * config.tp) == 0
+    if kind == "ulysses" and heads is not None and not divides:
         raise ConfigError(
             f'strategy.cp_kind: "ulysses" needs a number of heads that cp * tp = {config.cp * config.tp} divides, {name} has '
             f'{heads}; choose "ring"'
         )
-    dropout = next((key for key in ("attention_dropout", "attn_pdrop") if getattr(settings, key, 0.0)), None)
+    if layerdrop := next((key for key in _LAYERDROP if getattr(settings, key, 0.0)), None):
+        raise ConfigError(
+            f"model.config.{layerdrop}: {getattr(settings, layerdrop)} is not possible with strategy.cp={config.cp}, whose processes "
+            "would leave out different layers; set it to 0"
+        )
+    keys = ("attention_dropout", "attn_pdrop", *(["dropout_rate"] if has_encoder else []))
+    dropout = next((key for key in keys if getattr(settings, key, 0.0)), None)
     if kind == "ring" and dropout is not None:
-        divides = isinstance(heads, int) and heads % (config.cp * config.tp) == 0
         raise ConfigError(
             f'model.config.{dropout}: {getattr(settings, dropout)} is not possible with strategy.cp_kind="ring"; '
             + (
@@ -126,8 +160,45 @@ def check_of_transformers(model: Any, config: Any, kind: str) -> None:
         )
 
 
+def check_of_both(model: Any, config: Any) -> None:
+    """Raise ConfigError for a model of transformers with an encoder and a decoder that context parallelism does not fit."""
+    stacks, name = encoder_and_decoder(model), class_name(model)
+    if stacks is None or model.main_input_name != "input_ids":
+        inputs = "no encoder and decoder of tokens" if stacks is None else f"its encoder reads {model.main_input_name}"
+        raise ConfigError(
+            f"strategy.cp: {config.cp} is not possible for {name}, {inputs}, and each of two sequences of tokens is cut; use dp_shard "
+            "or tp instead"
+        )
+    if (attention := getattr(_settings(model), "attention_type", None)) is not None:
+        raise ConfigError(
+            f'model.config.attention_type: "{attention}" is not possible with strategy.cp={config.cp}, the encoder of {name} computes '
+            "attention without transformers' interface; use dp_shard or tp instead"
+        )
+    for which, stack in zip(("encoder", "decoder"), stacks, strict=True):
+        if not (position_embeddings(stack) or relative_attention(stack)):
+            raise ConfigError(
+                f"strategy.cp: {config.cp} is not possible for {name}, whose {which} counts positions from 0; use dp_shard or tp "
+                "instead"
+            )
+    if config.tp > 1:
+        raise ConfigError(
+            f"strategy.tp: {config.tp} is not possible for {name} beside cp={config.cp}, which cuts an encoder and a decoder; use cp "
+            "or tp alone"
+        )
+
+
+_LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+
+
 def _settings(model: Any) -> Any:
     return model.config.get_text_config()
+
+
+def _heads(model: Any) -> list[int]:
+    """The numbers of heads, as far as they are known: an encoder and a decoder may have different ones."""
+    names = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
+    found = (getattr(_settings(model), name, None) for name in names)
+    return [number for number in found if isinstance(number, int)]
 
 
 class Context(Axis):
@@ -159,13 +230,15 @@ class Context(Axis):
     def check(self, model: nn.Module, optim: Optim | None) -> None:
         """See Axis."""
         check_without_cut(model, self.size)
-        check_positions(model, self.config.cp_positions)
+        self._models = list(pretrained_models(model).values())
+        self._has_encoder = check_alike(model, self._models, self.size)
+        if not self._has_encoder:
+            check_positions(model, self.config.cp_positions)
         if takes_number_of_items(model) and getattr(model, "loss_weight", None) is not None:
             raise StrategyError(
                 f"model: {type(model).__name__}.forward divides by num_items_in_batch, and cp needs a mean over the targets "
                 "of a process; leave out the argument, and define loss_weight(data)"
             )
-        self._models = list(pretrained_models(model).values())
         self._kind = attention_kind(self.config, self._models)
         for found in self._models:
             check_of_transformers(found, self.config, self._kind)
@@ -184,6 +257,7 @@ class Context(Axis):
             bool(self._adapted),
             any(adapted.shifts for adapted in self._adapted),
             any(adapted.divides for adapted in self._adapted),
+            decoder_inputs=partial(decoder_inputs, self._models[0]) if self._has_encoder else None,
         )
         weight = getattr(model, "loss_weight", None)
         self._is_weighed = callable(weight) and not isinstance(weight, nn.Module)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ....core.torch_compat.torch_private import has_values
-from .batches import SequenceShards, Span
+from .batches import Span
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class AttentionBlock:
         is_causal: as ``scaled_dot_product_attention`` has it; there are as many queries as keys, and ``allowed`` is True.
         alone: (samples, 1, queries, 1) of bool: those whose weights are equal for all keys; None: none.
         sample: the only sample; None: all.
+        distance: of the first key from the first query, in positions of the sequence; the others follow them, if it is a tile.
     """
 
     rows: Span
@@ -78,6 +79,7 @@ class AttentionBlock:
     is_causal: bool = False
     sample: int | None = None
     alone: Tensor | None = None
+    distance: int = 0
 
     def of_rows(self, tensor: Tensor) -> Tensor:
         """A view of the rows of a tensor (samples, heads, queries, ...)."""
@@ -109,7 +111,8 @@ class Mask:
         keys: (samples, length) of bool: positions to which none attends are False, such as padding. None: there are none.
         documents: (samples, length) of numbers: a position attends to those of its own document only. None: one document.
         averages: a position that attends to none has equal weights for all, as in models' own attention, and not zeros.
-        length: number of positions, for ``key_positions``; None: it is not known.
+        length: number of positions; None: it is not known.
+        queries: number of positions of queries that are of another sequence than keys, as a decoder's are; None: they are of the same.
     """
 
     rule: Rule
@@ -117,6 +120,7 @@ class Mask:
     documents: Tensor | None = None
     averages: bool = False
     length: int | None = None
+    queries: int | None = None
 
     @property
     def by_rule(self) -> bool:
@@ -147,15 +151,14 @@ class Mask:
         """Whether ``blocks`` has no mask: there is no window, and what the batch adds are not too many documents."""
         return self.rule.window is None and (self.by_rule or self._by_sample is not None)
 
-    def blocks(self, shards: SequenceShards, index: int, source: int, device: torch.device) -> Iterator[AttentionBlock]:
-        """The blocks in which some query of process ``index`` attends to some key of process ``source``.
+    def blocks(self, own: Sequence[Span], others: Sequence[Span], device: torch.device) -> Iterator[AttentionBlock]:
+        """The blocks in which some query of the spans ``own`` attends to some key of the spans ``others``.
 
         Tiles of a mask, unless it ``is_in_blocks``.
         """
         if not self.is_in_blocks:
-            yield from self.tiles(shards, index, source, device)
+            yield from self.tiles(own, others, device)
             return
-        own, others = shards.spans(index), shards.spans(source)
         for block in _by_rule(self.rule, own, others):
             if self.by_rule:
                 yield block
@@ -169,14 +172,14 @@ class Mask:
                     )
                     yield from _of_document(rows, columns, block.is_causal, sample)
 
-    def tiles(self, shards: SequenceShards, index: int, source: int, device: torch.device) -> Iterator[AttentionBlock]:
+    def tiles(self, own: Sequence[Span], others: Sequence[Span], device: torch.device) -> Iterator[AttentionBlock]:
         """The same as ``blocks``, of at most ``TILE`` queries and keys."""
-        for queries, rows in _tiles(shards.spans(index)):
-            for keys, columns in _tiles(shards.spans(source)):
+        for queries, rows in _tiles(own):
+            for keys, columns in _tiles(others):
                 allowed = self.tile(queries, keys, device)
                 alone = None if self.alone is None else self.alone[:, None, slice(*queries), None].to(device)
                 if allowed is not False or alone is not None:
-                    yield AttentionBlock(rows, columns, allowed, alone=alone)
+                    yield AttentionBlock(rows, columns, allowed, alone=alone, distance=keys[0] - queries[0])
 
     @cached_property
     def _by_sample(self) -> list[tuple[int | None, list[DocumentSpans]]] | None:
@@ -196,6 +199,8 @@ class Mask:
             )
             if spans is None or len(spans) * SHORTEST > length:
                 return None
+            if self.queries is not None:
+                spans = [DocumentSpans((0, self.queries), each.keys) for each in spans]
             found.append(spans)
         return [(None, found[0])] if all(spans == found[0] for spans in found) else [*enumerate(found)]
 
@@ -213,14 +218,14 @@ class Mask:
 
     @cached_property
     def alone(self) -> Tensor | None:
-        """(samples, length) of bool: the positions that attend to none; None: ``averages`` does not ask for them, or there are none."""
+        """(samples, queries) of bool: the positions that attend to none; None: ``averages`` does not ask for them, or there are none."""
         if not self.averages or self.keys is None or not has_values(self.keys):
             return None
-        spans = [(at, min(at + TILE, self.keys.shape[1])) for at in range(0, self.keys.shape[1], TILE)]
+        length = self.keys.shape[1]
         found = []
-        for queries in spans:
+        for queries, _ in _tiles([(0, length if self.queries is None else self.queries)]):
             some = torch.zeros(len(self.keys), queries[1] - queries[0], dtype=torch.bool, device=self.keys.device)
-            for keys in spans:
+            for keys, _ in _tiles([(0, length)]):
                 allowed = self.tile(queries, keys, self.keys.device)
                 some |= allowed[:, 0].any(-1) if isinstance(allowed, Tensor) else allowed
             found.append(~some)
@@ -228,18 +233,25 @@ class Mask:
         return alone if bool(alone.any()) else None
 
     def dense(self, length: int, device: torch.device) -> Tensor | None:
-        """Return ``tile`` of a whole sequence of ``length``, made once; None: all attend to all."""
+        """Return ``tile`` of whole sequences, with ``length`` keys, made once; None: all attend to all."""
         if (key := (length, device)) not in self._dense:
-            self._dense[key] = self.tile((0, length), (0, length), device)
+            self._dense[key] = self.tile((0, length if self.queries is None else self.queries), (0, length), device)
         found = self._dense[key]
         return found if isinstance(found, Tensor) else None
 
 
 class BatchMasks:
-    """The masks of a forward.
+    """The masks of a forward over one sequence.
 
     Args:
-        keys, documents, averages, length: what its batch and its model add to them, see Mask.
+        keys, documents, averages, length, queries: what its batch and its model add to them, see Mask.
+
+    Attributes:
+        length: see Mask.
+        positions: (positions of this process,), where they are in the sequence, for a model that counts them; None: it does not.
+        encoder: beside those of a decoder, the masks of its encoder.
+        across: beside those of a decoder, the masks from its positions to those of its encoder.
+        is_by_hand: the model has its own attention, which adds biases to scores that are masked too, see Scores.
     """
 
     def __init__(
@@ -248,8 +260,14 @@ class BatchMasks:
         documents: Tensor | None = None,
         averages: bool = False,
         length: int | None = None,
+        queries: int | None = None,
     ) -> None:
-        self._added = keys, documents, averages, length
+        self.length = length
+        self.positions: Tensor | None = None
+        self.encoder: BatchMasks | None = None
+        self.across: BatchMasks | None = None
+        self.is_by_hand = False
+        self._added = keys, documents, averages, length, queries
         self._made: dict[Rule, Mask] = {}
 
     def of(self, rule: Rule) -> Mask:

@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from ....core.hugging_face.transformers_private import (
     bloom_layers,
     bloom_slopes,
     called_by_keywords,
+    encoder_and_decoder,
+    position_embeddings,
+    relative_attention,
 )
 from ....core.torch_compat.torch_private import Both, repeating_in, with_values
 from ..axis import replace_forward
@@ -36,6 +40,8 @@ NAME = "flextrain_context"
 _HARMLESS = {"position_ids", "sliding_window", "use_cache", "cache_position", "num_items_in_batch", "return_dict",
              "output_router_logits", "output_hidden_states"}  # fmt: skip
 _attention_of: weakref.WeakKeyDictionary[nn.Module, SequenceAttention] = weakref.WeakKeyDictionary()
+_encoding: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+"""Whether a module is in the encoder, for those of an encoder and of a decoder beside it."""
 _running: list[SequenceAttention] = []
 """The attention of the forward that is running, from which masks are made."""
 each_process_has(sys.modules[__name__], "_running")
@@ -62,11 +68,16 @@ class TransformersModel:
         self._bloom = bloom_layers(model)
         for layer in self._bloom:
             replace_forward(layer, functools.partial(_BloomForward, layer))
+        self._stacks = encoder_and_decoder(model)
         self._loss = model.loss_function
         self.losses, self.is_in_loss = 0, False
-        with with_values():
-            self.shifts = shifts_labels(self._loss, model)
-            self.divides = divides_by_number(self._loss, model)
+        self.shifts = self.divides = False
+        if (
+            self._stacks is None
+        ):  # a decoder beside an encoder is given the labels before, and each label is that of its position
+            with with_values():
+                self.shifts = shifts_labels(self._loss, model)
+                self.divides = divides_by_number(self._loss, model)
         self._has_own_loss = "_loss_function" in vars(model)
         for module in model.modules():
             _attention_of[module] = attention
@@ -74,6 +85,14 @@ class TransformersModel:
             model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._leave, always_call=True),
         ]
+        self._biased = [layer for stack in self._stacks or () for layer in relative_attention(stack)]
+        for layer in self._biased:
+            layer.compute_bias = functools.partial(_bias_by_distance, layer)
+        for at, stack in enumerate(self._stacks or ()):
+            for module in stack.modules():
+                _encoding[module] = at == 0
+            embeddings = position_embeddings(stack)
+            self._hooks += [each.register_forward_pre_hook(_give_positions, with_kwargs=True) for each in embeddings]
         self.is_cut = self._is_called_by_user = False
         self.cut(True)
 
@@ -101,6 +120,8 @@ class TransformersModel:
             if (config := vars(module).get("config")) is not None:
                 module.config = copy.deepcopy(config, known)
         _restore_bloom(bloom_layers(copied))
+        for module in copied.modules() if self._biased else ():
+            vars(module).pop("compute_bias", None)
         if self._bloom:
             copied.config._attn_implementation = self._before
         else:
@@ -114,8 +135,11 @@ class TransformersModel:
             vars(self.model).pop("_loss_function", None)
         for hook in self._hooks:
             hook.remove()
+        for layer in self._biased:
+            vars(layer).pop("compute_bias", None)
         for module in self.model.modules():
             _attention_of.pop(module, None)
+            _encoding.pop(module, None)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if not self.is_cut:
@@ -127,17 +151,12 @@ class TransformersModel:
         if args:
             kwargs = called_by_keywords(self.model, args, kwargs)
         attention, mask = self._attention, kwargs.get("attention_mask")
+        cache = {"use_cache": False} if "use_cache" in _parameters(type(self.model).forward) else {}
+        if self._stacks is not None:
+            return (), {**kwargs, **self._masks_of_both(kwargs), **cache}
         given = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
-        keys = documents = None
-        if mask is not None and not attention.is_full:
-            if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] != attention.length:
-                shape = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
-                raise StrategyError(
-                    f"model: {type(self.model).__name__} is given a mask of {shape}, with cp it has to be that of the batch, of (samples, "
-                    f"{attention.length}) for whole sequences"
-                )
-            keys = (mask.full_tensor() if isinstance(mask, DTensor) else mask).bool()
-        elif mask is None and attention.documents is not None and kwargs.get("position_ids") is not None:
+        keys, documents = self._keys(mask, attention.length), None
+        if mask is None and attention.documents is not None and kwargs.get("position_ids") is not None:
             attention.separate_documents()
             documents = attention.documents.to(given.device, non_blocking=True).expand(given.shape[0], -1)
         attention.masks = BatchMasks(keys, documents, self._before == "eager", attention.length)
@@ -150,8 +169,41 @@ class TransformersModel:
             assert attention.length is not None
             positions = torch.arange(attention.length, device=given.device)[None]
             kwargs["position_ids"] = attention.own(positions)
-        cache = {"use_cache": False} if "use_cache" in _parameters(type(self.model).forward) else {}
         return (), {**kwargs, "attention_mask": ones, **cache}
+
+    def _keys(self, mask: Any, length: int | None) -> Tensor | None:
+        """The positions that are no padding, by the mask that a forward is given for whole sequences; None: all."""
+        if mask is None or self._attention.is_full:
+            return None
+        if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] != length:
+            shape = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
+            raise StrategyError(
+                f"model: {type(self.model).__name__} is given a mask of {shape}, with cp it has to be that of the batch, of (samples, "
+                f"{length}) for whole sequences"
+            )
+        return (mask.full_tensor() if isinstance(mask, DTensor) else mask).bool()
+
+    def _masks_of_both(self, kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Take the masks of an encoder and of a decoder; return what they are given in place of them."""
+        attention = self._attention
+        of_encoder, of_decoder = attention.encoder_length, attention.length
+        keys = self._keys(kwargs.get("attention_mask"), of_encoder)
+        # Torch's attention has the least number in place of a bias where it is masked, as models' own adds it.
+        averages = self._before == "eager" or (bool(self._biased) and self._before == "sdpa")
+        masks = BatchMasks(self._keys(kwargs.get("decoder_attention_mask"), of_decoder), None, averages, of_decoder)
+        masks.encoder = BatchMasks(keys, None, averages, of_encoder)
+        masks.across = BatchMasks(keys, None, averages, of_encoder, of_decoder)
+        masks.encoder.positions, masks.positions = attention.positions
+        masks.is_by_hand = self._before == "eager"
+        attention.masks = masks
+        _running.append(attention)
+        ones: dict[str, Tensor] = {}
+        for prefix in ("", "decoder_"):
+            given = [kwargs.get(f"{prefix}{name}") for name in ("input_ids", "inputs_embeds")]
+            for each in given:
+                if each is not None:
+                    ones[f"{prefix}attention_mask"] = torch.ones(each.shape[:2], dtype=torch.bool, device=each.device)
+        return ones
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_called_by_user:
@@ -280,10 +332,11 @@ def _attend(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     scores: Scores = USUAL,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' interface has it, with soft caps and sinks; gives (samples, positions, heads, width).
+    """Attention as transformers' interface has it, with soft caps, sinks and biases; gives (samples, positions, heads, width).
 
     ``scores`` is given by layers that have no such interface.
     """
@@ -302,10 +355,53 @@ def _attend(
         mask = attention.masks.of(CAUSAL if causal else FULL)
     elif not isinstance(mask, Mask):
         raise StrategyError(f"{name}: has a mask of its own, of type {type(mask).__name__}, which cp does not have")
+    mask = _masks_of(module, attention.masks, mask.rule.causal).of(mask.rule) if module in _encoding else mask
     if softcap is not None or s_aux is not None:
         scores = Scores(softcap, s_aux)
+    if position_bias is not None and mask.queries is None:
+        scores = replace(scores, biases=_biases(position_bias, mask, name), biases_of_all=attention.masks.is_by_hand)
     found = attention(query, key, value, mask, scaling, dropout, name, scores)
     return found.transpose(1, 2).contiguous(), None
+
+
+# An encoder and a decoder: their positions, the masks of their attention, and biases by distance.
+
+
+def _masks_of(module: nn.Module, masks: BatchMasks, is_causal: bool) -> BatchMasks:
+    """The masks of an attention layer: a decoder's is causal among its own positions, and attends to all of its encoder's."""
+    found = masks.encoder if _encoding[module] else masks if is_causal else masks.across
+    assert found is not None
+    return found
+
+
+def _give_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Give a module that embeds positions those of this process, in place of numbers from 0."""
+    attention = _attention_of.get(module)
+    if attention is None or attention not in _running:
+        return None
+    positions = _masks_of(module, attention.masks, True).positions
+    given = [*inspect.signature(type(module).forward).parameters].index("position_ids") - 1
+    return args[:given], {**kwargs, "position_ids": positions}
+
+
+def _bias_by_distance(layer: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """In place of a layer's biases by pairs of positions: (1, heads, 1, 2 * length - 1), those by distance, see Scores."""
+    attention, own = _attention_of.get(layer), functools.partial(type(layer).compute_bias, layer)
+    if attention is None or attention_implementation(layer) != NAME:
+        return own(*args, **kwargs)  # type: ignore[no-any-return]
+    length = _masks_of(layer, attention.masks, True).length
+    before, after = own(length, 1).mT, own(1, length)
+    return torch.cat([before.flip(-1)[..., :-1], after], -1)
+
+
+def _biases(given: Tensor, mask: Mask, name: str) -> Tensor:
+    """Biases by distance, (heads, 2 * length - 1), from what an attention layer is given."""
+    if mask.length is None or given.shape[0] != 1 or given.shape[2:] != (1, 2 * mask.length - 1):
+        raise StrategyError(
+            f"{name}: calls attention with position_bias, which cp has by distance in an encoder and a decoder only; use dp_shard or "
+            "tp instead"
+        )
+    return given[0, :, 0]
 
 
 class _BloomForward:
