@@ -90,7 +90,7 @@ OPTIONS: list[Row] = [
     (dict(cp=2, cp_positions=5), "strategy.cp_positions: 5 is not allowed, give a string"),
     (dict(cp=2, cp_position="where"), 'strategy.cp_position: unknown key, did you mean "cp_positions"?'),
     (dict(cp=2, sliding_window=4), "strategy.sliding_window: unknown key, choose "),
-    (dict(cp=2, world=3), "strategy.dp_shard: nothing whole is left for it, cp=2 is 2 and does not divide the 3 processes"),
+    (dict(cp=2, world=3), "strategy: cp=2 needs a multiple of 2 processes, not 3; start 4"),
     (dict(type="mesh:cp"), 'strategy: "mesh:cp" is not allowed, write axes with their sizes'),
     (dict(pp_schedule="gpipe"), "strategy.pp_schedule: has no meaning with pp=1, give pp, or leave it out"),
     (dict(pp_split=[1, 1]), "strategy.pp_split: has no meaning with pp=1"),

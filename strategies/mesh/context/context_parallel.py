@@ -95,7 +95,7 @@ def check_positions(model: nn.Module, positions: str | None) -> None:
         raise ConfigError(
             f"strategy.cp_positions: {class_name(model)}.forward has no parameter {positions or repr(positions)}, and would count positions "
             "from 0 on every process; add it, name another one, or give None if it needs no positions"
-            f"{suggest(positions, parameters)}"
+            f"{suggest(positions, inspect.signature(model.forward).parameters)}"
         )
 
 
