@@ -48,9 +48,9 @@ def why_read_again(dataset: Any, workers: int = 0) -> str | None:
     if not is_of_hugging_face(dataset):
         return None
     if not _advances():
-        import datasets  # type: ignore[import-untyped]
-
-        return f"datasets {datasets.__version__} begins anew when it goes on for the second time; update it"
+        return f"{_version()} begins anew when it goes on for the second time; update it"
+    if not begins_anew():
+        return f"{_version()} begins every pass after a resumed one where that went on; update it"
     if workers > 1 and not _tells_before_reading():
         return "in a worker that has not read since it was resumed its state is that of the beginning"
     for part in _parts(dataset._ex_iterable):
@@ -91,6 +91,24 @@ def _tells_before_reading() -> bool:
     state, other = stream.state_dict(), _three_rows()
     other.load_state_dict(state)
     return bool(other.state_dict() == state)
+
+
+@functools.cache
+def begins_anew() -> bool:
+    """Whether the pass after a restored one has all samples; since datasets 3.4."""
+    stream, other = _three_rows(), _three_rows()
+    next(iter(stream))
+    other.load_state_dict(stream.state_dict())
+    for _ in other:
+        pass
+    other.set_epoch(1)
+    return bool(next(iter(other))["number"] == 0)
+
+
+def _version() -> str:
+    import datasets  # type: ignore[import-untyped]
+
+    return f"datasets {datasets.__version__}"
 
 
 def _three_rows() -> Any:
