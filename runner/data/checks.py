@@ -39,8 +39,9 @@ class FirstSamples(Dataset[Any]):
         return self._length
 
     def __getattr__(self, name: str) -> Any:
-        # The dataset is not there yet while this is unpickled. Its order of a pass has samples beyond the first ones.
-        if name in ("dataset", "order_of_pass"):
+        # The dataset is not there yet while this is unpickled, which is this object's own: Python 3.10 asks for __getstate__.
+        # Its order of a pass has samples beyond the first ones.
+        if name in ("dataset", "order_of_pass") or (name.startswith("__") and name != "__getitems__"):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 

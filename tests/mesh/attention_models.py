@@ -83,9 +83,12 @@ class Exact(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if isinstance(args[0] if args else None, Tensor) and args[0].dtype == torch.float64:
+        first = args[0] if args else None
+        if func is Tensor.float and not first.is_floating_point():  # positions, before they meet float64 frequencies
+            return first.double()
+        if isinstance(first, Tensor) and first.dtype == torch.float64:
             if func is Tensor.float or (func in (Tensor.to, Tensor.type) and args[1:] == (torch.float32,)):
-                return args[0]
+                return first
             if func in (functional.softmax, Tensor.softmax):
                 kwargs.pop("dtype", None)
         return func(*args, **kwargs)

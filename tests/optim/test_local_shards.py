@@ -114,7 +114,7 @@ def calls_of_a_step(count: int) -> tuple[list[str], list[str]]:
     made: list[str] = []
     for _ in range(3):
         for parameter in parameters:
-            made = called(lambda to=parameter: laid_out_as(to, torch.ones(2, 2)), "torch/", "typing")  # type: ignore[misc]
+            made = called(lambda to=parameter: laid_out_as(to, torch.ones(2, 2)), "torch/distributed/", "typing")  # type: ignore[misc]
             parameter.grad = laid_out_as(parameter, torch.ones(2, 2))
         found = called(step, "/optim/local_shards", "/torch_compat/", "typing")
     dist.destroy_process_group()
@@ -124,4 +124,4 @@ def calls_of_a_step(count: int) -> tuple[list[str], list[str]]:
 def test_known_parameters_are_stepped_without_a_call_for_each(workers2: WorkerGroup) -> None:
     few, many = (workers2.run(calls_of_a_step, count)[0] for count in (2, 20))
     assert few == many
-    assert many[1] == []
+    assert many[1] in ([], ["__new__"]), "DTensor's own constructor, in Python before torch 2.10"

@@ -36,7 +36,8 @@ class Profile(Hook):
         code = frame.f_code
         if event == "call" and "<" not in (code.co_name[0], code.co_filename[0]):
             path = Path(code.co_filename).resolve()
-            if path.is_relative_to(ROOT) and not {"tests", ".venv"} & {*path.relative_to(ROOT).parts}:
+            parts = path.relative_to(ROOT).parts if path.is_relative_to(ROOT) else ("tests",)
+            if parts[0] != "tests" and not parts[0].startswith(".venv"):
                 self.seen[path.relative_to(ROOT).as_posix()][code.co_name] = None
 
 

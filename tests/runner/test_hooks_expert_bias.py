@@ -337,6 +337,14 @@ def family_trained(folder: Path, family: str, strategy: Any, shards: int) -> bal
 )
 def test_models_of_transformers(tmp_path: Path, family: str) -> None:
     """In the router, inside of it, and around it; as buffer and as frozen parameter."""
+    if family == "DeepseekV3" and any(
+        hasattr(part, "route_tokens_to_experts") for part in of_transformers(family).modules()
+    ):
+        with refuses(
+            ConfigError, begins="ExpertBiasHook.choice: model.layers.1.mlp.gate, this version of transformers chooses"
+        ):
+            family_trained(tmp_path, family, None, 1)
+        return
     loads, biases = family_trained(tmp_path, family, None, 1)
     routers = biased_routers(of_transformers(family))
     assert loads[0].keys() == routers.keys()

@@ -88,7 +88,7 @@ def ended(runner: FlexibleRunner, status: int = 143) -> Terminated:
 # One process
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
 @pytest.mark.parametrize("by_epoch", [True, False])
 def test_the_update_is_finished_and_saved_and_a_resumed_run_ends_as_if_nothing_had_come(
     tmp_path: Path, number: int, by_epoch: bool

@@ -114,7 +114,8 @@ class DividedStream(IterableDataset[Any]):
         return (len(self.dataset) + count - 1 - (0 if self._fill else index)) // count
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # not there yet while it is unpickled
+        # The dataset is not there yet while this is unpickled; how it is copied is its own (Python 3.10 asks for __getstate__).
+        if name == "dataset" or name.startswith("__"):
             raise AttributeError(name)
         value = getattr(self.dataset, name)
         return {"state_dict": self._state, "load_state_dict": self._load}.get(name, value)
@@ -195,7 +196,7 @@ class KeptPasses(IterableDataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # not there yet while it is unpickled
+        if name == "dataset" or name.startswith("__"):  # as in DividedStream
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
