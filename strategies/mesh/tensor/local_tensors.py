@@ -101,7 +101,8 @@ class LocalTensors:
         return known[2]
 
     def _add_up(self, gradient: Tensor) -> Tensor:
-        torch.distributed.all_reduce(gradient, group=self.group)  # in place: only modules of the plan have made it
+        with without_function_modes():
+            torch.distributed.all_reduce(gradient, group=self.group)  # in place: only modules of the plan have made it
         return gradient
 
     def close(self) -> None:
@@ -343,13 +344,17 @@ def _gradients(ctx: Any, gradient: Tensor) -> Any:
         needs, of_input, of_weight, of_bias = ctx.needs_input_grad, None, None, None
         flat = gradient if gradient.ndim == 2 else gradient.reshape(-1, gradient.shape[-1])
         if needs[0]:
-            of_input = (gradient @ own).to(ctx.dtype)
+            of_input = _as(ctx.dtype, gradient @ own)
         if needs[1]:
             rows = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
-            of_weight = gradient_of(ctx.weight, (flat.T @ rows).to(ctx.weight.dtype))
+            of_weight = gradient_of(ctx.weight, _as(ctx.weight.dtype, flat.T @ rows))
         if needs[2]:
-            of_bias = gradient_of(ctx.bias, flat.sum(0).to(ctx.bias.dtype))
+            of_bias = gradient_of(ctx.bias, _as(ctx.bias.dtype, flat.sum(0)))
         return of_input, of_weight, of_bias, None
+
+
+def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)  # a call that has nothing to do takes half as long as a product
 
 
 _gradients_once = once_differentiable(_gradients)
