@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from ....core.base.errors import StrategyError
 from ....core.base.trees import tree_map_only
+from ....core.comm.collectives import add_up
 from ....core.model.logits import is_deferred
 from ....core.torch_compat.dtensor_private import gradient_of, local_tensor
 from ....core.torch_compat.torch_private import (
@@ -95,15 +96,13 @@ class LocalTensors:
             return tensor
         known, version = self._taken, version_of(tensor)
         if known is None or known[0] is not tensor or known[1] != version:
-            found = tensor.view_as(tensor)
-            found.register_hook(self._add_up)  # type: ignore[no-untyped-call]
-            self._taken = known = (tensor, version, found)
+            self._taken = known = (tensor, version, _Taken.apply(tensor, self))
         return known[2]
 
-    def _add_up(self, gradient: Tensor) -> Tensor:
+    def add_up(self, gradient: Tensor) -> Tensor:
+        """Add a gradient over the processes, in place: only modules of the plan have made it."""
         with without_function_modes():
-            torch.distributed.all_reduce(gradient, group=self.group)  # in place: only modules of the plan have made it
-        return gradient
+            return add_up(gradient, self.group)
 
     def close(self) -> None:
         """Note that a row-wise module has taken what was divided."""
@@ -315,6 +314,19 @@ class _LocalLinear(_Planned):
         return output
 
 
+class _Taken(torch.autograd.Function):
+    """What column-wise modules take: a hook at a view would take three times as long."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, local: LocalTensors) -> Tensor:
+        ctx.local = local
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.local.add_up(gradient), None
+
+
 class _Linear(torch.autograd.Function):
     """``functional.linear`` of this process's part of DTensors; the results are added over a group, unless it is None."""
 
@@ -329,7 +341,7 @@ class _Linear(torch.autograd.Function):
         if group is None:
             return functional.linear(input, own, added)
         found = functional.linear(input, own)
-        torch.distributed.all_reduce(found, group=group)
+        add_up(found, group)
         return found if added is None else found.add_(added)
 
     @staticmethod
