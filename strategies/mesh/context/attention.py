@@ -131,7 +131,7 @@ class _Blocks:
         """The keys and values of each step, in one message; the next ones are on their way until they are asked for."""
         widths, last = (key.shape[-1], value.shape[-1]), self.shards.count - 1
         together = torch.cat((key, value), -1) if last else key
-        for step in range(last):
+        for _ in range(last):
             wait = self.ring.send_on(together)
             yield key, value
             together = wait()
