@@ -80,9 +80,11 @@ def make_one_without_watchers(folder: Path) -> tuple[int, int]:
     return before, threads()
 
 
-def test_without_watchers_there_is_no_thread(tmp_path: Path, workers1: WorkerGroup) -> None:
-    # Not in the process of the session, in which tests before may have left runners.
-    ((before, after),) = workers1.run(make_one_without_watchers, tmp_path)
+@pytest.mark.processes
+def test_without_watchers_there_is_no_thread(tmp_path: Path) -> None:
+    # In a process of its own: tests before may have left runners, and in shared workers a time limit or a number of processes.
+    with WorkerGroup(1) as group:
+        ((before, after),) = group.run(make_one_without_watchers, tmp_path)
     assert after == before
 
 

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from ..samplers import tell_epoch
+
 _EXACT = frozenset(
     (
         "ArrowExamplesIterable",
@@ -101,7 +103,7 @@ def begins_anew() -> bool:
     other.load_state_dict(stream.state_dict())
     for _ in other:
         pass
-    other.set_epoch(1)
+    tell_epoch(other, 1)
     return bool(next(iter(other))["number"] == 0)
 
 
