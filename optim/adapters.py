@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ..core.base.errors import CheckpointError, ConfigError, StrategyError
 from ..core.base.registry import OPTIMIZERS
+from ..core.torch_compat.torch_private import without_function_modes
 
 if TYPE_CHECKING:
     from .local_shards import LocalShards
@@ -133,9 +134,10 @@ class OptimizerAdapter:
             optimizer.zero_grad()
             return
         # The same as Optimizer.zero_grad, without its profiler entry, which takes longer than the work.
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        with NOTHING if self._shards is None else without_function_modes():  # DTensors are asked for nothing else then
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor | None:
         """Clip by the total norm; return the norm before, 0-dim on the device, or None if it has no own clipping."""

@@ -45,6 +45,9 @@ _SENT = frozenset(
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "max", "min"]
+_SUM = dist.AllreduceOptions() if dist.is_available() else None
+if hasattr(_SUM, "asyncOp"):  # not in torch 2.6
+    _SUM.asyncOp = False  # type: ignore[union-attr]
 _REDUCE_OPS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN} if dist.is_available() else {}
 
 
@@ -114,6 +117,17 @@ def all_reduce(tensor: Tensor, op: ReduceOp = "sum", group: Any = None) -> Tenso
         dist.all_reduce(tensor, op=_REDUCE_OPS.get(op, dist.ReduceOp.SUM), group=group)
         if op == "mean":
             tensor.div_(size)
+    return tensor
+
+
+def add_up(tensor: Tensor, group: Any) -> Tensor:
+    """Replace ``tensor`` in place by its sum over ``group``, which this process is in, and return it.
+
+    By the group's own method, for what every layer of a model does: torch's function takes as long again as the message's call.
+    """
+    work = group.allreduce([_as_real(tensor)], _SUM)
+    if work is not None:
+        work.wait()
     return tensor
 
 

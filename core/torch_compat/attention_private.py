@@ -51,7 +51,8 @@ def _flash(call: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: floa
 def _flash_backward(
     call: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, random: Random, causal: bool, scale: float
 ) -> Gradients:  # fmt: skip
-    lengths = q.shape[2], k.shape[2]
+    # Torch copies an output whose memory it cannot take, and takes sums for contiguous.
+    lengths, sums = (q.shape[2], k.shape[2]), sums.contiguous()
     found: Gradients = call(grad, q, k, v, out, sums, None, None, *lengths, 0.0, causal, *random, scale=scale)
     return found
 
@@ -64,7 +65,7 @@ def _cudnn(call: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: floa
 def _cudnn_backward(
     call: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, random: Random, causal: bool, scale: float
 ) -> Gradients:  # fmt: skip
-    lengths, whole = (q.shape[2], k.shape[2]), sums[..., None]
+    lengths, out, whole = (q.shape[2], k.shape[2]), out.contiguous(), sums.contiguous()[..., None]
     found: Gradients = call(grad, q, k, v, out, whole, *random, None, None, None, *lengths, 0.0, causal, scale=scale)
     return found
 
@@ -77,7 +78,9 @@ def _efficient(call: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: 
 def _efficient_backward(
     call: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, random: Random, causal: bool, scale: float
 ) -> Gradients:  # fmt: skip
-    padded = functional.pad(sums, (0, -sums.shape[-1] % _ALIGNED), value=torch.inf)
+    # Of half precision, torch's kernel takes the heads of a position for neighbours in the output's memory, and does not ask.
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    padded = functional.pad(sums.contiguous(), (0, -sums.shape[-1] % _ALIGNED), value=torch.inf)
     needed = [True, True, True, False]
     return call(grad, q, k, v, None, out, padded, *random, 0.0, needed, causal, scale=scale)[:3]  # type: ignore[no-any-return]
 
@@ -134,7 +137,7 @@ class AttentionKernel:
         call = getattr(_ATEN, self._operators.backward_name).default
         keys, values = self._repeated(query, key, value)
         of_query, *others = self._operators.backward(
-            call, gradient, query, keys, values, out.contiguous(), sums.contiguous(), random, is_causal, scale
+            call, gradient, query, keys, values, out, sums, random, is_causal, scale
         )
         if self._repeats:
             others = [found.reshape(found.shape[0], key.shape[1], -1, *found.shape[2:]).sum(2) for found in others]
@@ -152,8 +155,10 @@ def attention_kernel(query: Tensor, key: Tensor, value: Tensor) -> AttentionKern
     Raises:
         RuntimeError: torch's, if that leaves nothing, computing by hand neither.
     """
-    if query.shape[1] == key.shape[1] or takes_groups(query, key, value, None, 0.0, False):
+    if query.shape[1] == key.shape[1]:
         choice, repeats = _choice(query, key, value, None, 0.0, False), False
+    elif (of_groups := _of_groups(query, key, value, None, 0.0, False)) is not None:
+        choice, repeats = of_groups, False
     else:
         choice, repeats = _choice(query, *_repeated(query, key, value), None, 0.0, False), True
     for operators in _KERNELS.get(choice, ()):
@@ -164,10 +169,18 @@ def attention_kernel(query: Tensor, key: Tensor, value: Tensor) -> AttentionKern
 
 def takes_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> bool:
     """Whether torch has a kernel for fewer heads of keys than of queries; otherwise scores would be in memory, and repeating is better."""
+    return _of_groups(query, key, value, mask, dropout, causal) is not None
+
+
+def _of_groups(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool
+) -> int | None:
+    """Torch's own choice for fewer heads of keys than of queries, if it is a kernel."""
     try:
-        return _choice(query, key, value, mask, dropout, causal) in _KERNELS
+        choice = _choice(query, key, value, mask, dropout, causal)
     except RuntimeError:  # computing by hand is forbidden
-        return False
+        return None
+    return choice if choice in _KERNELS else None
 
 
 def _choice(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> int:

@@ -20,18 +20,21 @@ COUNT = 2
 
 
 class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the names of operations, and the shapes of their tensors."""
+    """Keeps the names of operations, and the shapes and strides of their tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         self.shapes: list[list[tuple[int, ...]]] = []
+        self.strides: list[list[tuple[int, ...]]] = []
         self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.names.append(func.name().removeprefix("aten::"))
-        self.shapes.append([tuple(given.shape) for given in args if isinstance(given, Tensor)])
+        given = [each for each in args if isinstance(each, Tensor)]
+        self.shapes.append([tuple(each.shape) for each in given])
+        self.strides.append([each.stride() for each in given])
         found = out if isinstance(out, (tuple, list)) else [out]
         self.largest = max([self.largest, *(tensor.numel() for tensor in found if isinstance(tensor, Tensor))])
         return out
@@ -49,19 +52,24 @@ class Pretended(Ring):
         others: the keys and values of the other process.
 
     Attributes:
-        sent: what this process has sent, call by call: keys in forward and in backward, then the gradients of the other's.
+        sent: what this process has sent, call by call: keys and values beside each other in forward and in backward, then the
+            gradients of the other's.
     """
 
     others: Sequence[Tensor] = ()
-    sent: list[list[Tensor]] = field(default_factory=list)
+    sent: list[Tensor] = field(default_factory=list)
 
-    def send_on(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def send_on(self, tensor: Tensor) -> Callable[[], Tensor]:
         """See Ring."""
-        self.sent.append(list(tensors))
+        self.sent.append(tensor)
         if len(self.sent) % 3 == 0:
-            return lambda: [torch.zeros_like(tensor) for tensor in tensors]
-        pairs = list(zip(tensors, self.others, strict=True))
-        return lambda: [functional.pad(other, (0, tensor.shape[-1] - other.shape[-1])) for tensor, other in pairs]
+            return lambda: torch.zeros_like(tensor)
+        widths = [other.shape[-1] for other in self.others]
+        if tensor.shape[-1] != sum(widths):  # padded for kernels
+            widths = [tensor.shape[-1] // 2] * 2
+        sized = zip(self.others, widths, strict=True)
+        together = torch.cat([functional.pad(other, (0, width - other.shape[-1])) for other, width in sized], -1)
+        return lambda: together
 
 
 def in_a_ring(
@@ -80,7 +88,7 @@ def in_a_ring(
     both = ((shards, query), (of_keys, key), (of_keys, value), (shards, gradient))
     cut = [[each.cut(tensor, 2, index) for each, tensor in both] for index in range(COUNT)]
     parts: list[list[Tensor]] = []
-    sent: list[list[Tensor]] = []
+    sent: list[Sequence[Tensor]] = []
     of_learned: list[list[Tensor]] = []
     for index, (queries, keys, values, of_out) in enumerate(cut):
         given = [tensor.detach().clone().requires_grad_() for tensor in (queries, keys, values)]
@@ -91,7 +99,9 @@ def in_a_ring(
         gradients = torch.autograd.grad(found, [*given, *learned.values()], of_out)
         parts.append([found.detach(), *gradients[:3]])
         of_learned.append([*gradients[3:]])
-        sent.append(ring.sent[2])
+        together = ring.sent[2]
+        is_padded = together.shape[-1] != key.shape[-1] + value.shape[-1]
+        sent.append(together.chunk(2, -1) if is_padded else together.split((key.shape[-1], value.shape[-1]), -1))
     for index, part in enumerate(parts):
         for at, arrived in enumerate(sent[1 - index], 2):
             part[at] = (part[at].to(arrived.dtype) + arrived[..., : part[at].shape[-1]]).to(part[at].dtype)

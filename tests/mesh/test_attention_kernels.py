@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -282,9 +282,10 @@ def test_kernels_of_cuda(
         if name.endswith(f"{kernel}_attention")
     }
     assert heads == {4 if repeats else 2}
-    if kernel == "efficient":  # whose backward reads sums in steps of 32
-        sums = [shapes[-3] for name, shapes in zip(seen.names, seen.shapes, strict=True) if name.endswith("_backward")]
-        assert sums == [(2, 4, 64)] * 2
+    if kernel == "efficient":  # whose backward reads sums in steps of 32, and outputs position by position
+        at = [number for number, name in enumerate(seen.names) if name.endswith("_backward")]
+        assert [seen.shapes[number][-3] for number in at] == [(2, 4, 64)] * 2
+        assert [seen.strides[number][-4] for number in at] == [(38 * 4 * 24, 24, 4 * 24, 1)] * 2
 
 
 def _both_ways(inputs: list[Tensor], gradient: Tensor, ring: Pretended) -> tuple[Tensor, list[Tensor]]:
@@ -318,13 +319,13 @@ class Logged(Ring):
 
     events: list[str] = field(default_factory=list)
 
-    def send_on(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def send_on(self, tensor: Tensor) -> Callable[[], Tensor]:
         """See Ring."""
         self.events.append("send")
 
-        def wait() -> list[Tensor]:
+        def wait() -> Tensor:
             self.events.append("wait")
-            return [tensor.clone() for tensor in tensors]
+            return tensor.clone()
 
         return wait
 
@@ -370,7 +371,6 @@ def test_operations_of_a_layer(workers2: WorkerGroup) -> None:
     """On an accelerator each costs the host microseconds: 4,096 positions over two processes."""
     repeating = 0 if TAKES_GROUPS else 15
     for forward, backward in workers2.run(operations, "ring"):
-        assert forward < 40 + repeating
-        assert backward < 40 + repeating
+        assert forward + backward < 40 + repeating
     for forward, backward in workers2.run(operations, "ulysses"):
         assert forward + backward < 70 + repeating

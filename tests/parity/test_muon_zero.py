@@ -57,7 +57,7 @@ class Sometimes(Plain):
         self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor | dict[str, Tensor]:
         self._calls += 1
-        x = self.embed(input_ids) + self.position(torch.arange(input_ids.shape[1]))
+        x = self.embed(input_ids) + self.position(torch.arange(input_ids.shape[1], device=input_ids.device))
         for layer in self.layers:
             x = layer(x)
         x = self.norm(x)

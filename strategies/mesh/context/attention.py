@@ -45,17 +45,19 @@ class Ring:
     index: int
     ranks: Sequence[int]
 
-    def send_on(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Start to send tensors to the next process; return a function that waits for those of the previous one."""
+    def send_on(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start to send a tensor to the next process; return a function that waits for that of the previous one."""
         count = len(self.ranks)
         to, source = self.ranks[(self.index + 1) % count], self.ranks[(self.index - 1) % count]
-        sent = [tensor.contiguous() for tensor in tensors]
-        received = [torch.empty_like(tensor) for tensor in sent]
-        operations = [torch_dist.P2POp(torch_dist.isend, tensor, to, self.group) for tensor in sent]
-        operations += [torch_dist.P2POp(torch_dist.irecv, tensor, source, self.group) for tensor in received]
+        sent = [tensor.contiguous()]
+        received = torch.empty_like(sent[0])
+        operations = [
+            torch_dist.P2POp(torch_dist.isend, sent[0], to, self.group),
+            torch_dist.P2POp(torch_dist.irecv, received, source, self.group),
+        ]
         works = torch_dist.batch_isend_irecv(operations)
 
-        def wait() -> list[Tensor]:
+        def wait() -> Tensor:
             for work in works:
                 work.wait()
             sent.clear()  # until here the memory must not be used for anything else
@@ -125,6 +127,17 @@ class _Blocks:
         blocks = self.mask.blocks if self.kernel is not None else self.mask.tiles
         return blocks(self.shards.spans(self.ring.index), self.of_keys.spans(self.source(step)), device)
 
+    def passing(self, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The keys and values of each step, in one message; the next ones are on their way until they are asked for."""
+        widths, last = (key.shape[-1], value.shape[-1]), self.shards.count - 1
+        together = torch.cat((key, value), -1) if last else key
+        for _ in range(last):
+            wait = self.ring.send_on(together)
+            yield key, value
+            together = wait()
+            key, value = together.split(widths, -1)
+        yield key, value
+
     def source(self, step: int) -> int:
         """The process ``step`` before."""
         return (self.ring.index - step) % self.shards.count
@@ -183,15 +196,11 @@ class _RingAttention(torch.autograd.Function):
         with torch.autocast(query.device.type, enabled=False):
             combined = _Combined(query, value)
             random: tuple[Tensor, ...] = ()
-            travelling, count = [key, value], blocks.shards.count
-            for step in range(count):
-                wait = blocks.ring.send_on(travelling) if step < count - 1 else None
+            for step, pair in enumerate(blocks.passing(key, value)):
                 for block in blocks.of_step(step, query.device):
-                    out, sums, drawn = blocks.forward(block, (query, *travelling), blocks.source(step))
+                    out, sums, drawn = blocks.forward(block, (query, *pair), blocks.source(step))
                     combined.add(block, out, sums)
                     random = random or drawn
-                if wait is not None:
-                    travelling = wait()
             out, sums = blocks.scores.with_sinks(combined.out, combined.sums)
             found = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, found, sums, *random)
@@ -204,49 +213,45 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, out, sums, *random = ctx.saved_tensors
         blocks: _Blocks = ctx.blocks
         with torch.autocast(query.device.type, enabled=False):
-            gradient = gradient.contiguous()
-            of_query, biases = _Sum(query), blocks.scores.biases
+            if gradient.stride(-1) != 1:
+                gradient = gradient.contiguous()
+            widths, biases = (key.shape[-1], value.shape[-1]), blocks.scores.biases
+            of_query, own = _Sum(query, query.shape[-1]), _Sum(key, sum(widths))
             of_biases = None if biases is None else torch.zeros_like(biases, dtype=accumulated(query))
-            travelling, count = [key, value], blocks.shards.count
-            own: list[Tensor] = []
-            arriving: Callable[[], list[Tensor]] | None = None
-            for step in range(count):
-                wait = blocks.ring.send_on(travelling) if step < count - 1 else None
-                of_key, of_value = (_Sum(tensor) for tensor in travelling)
+            arriving: Callable[[], Tensor] | None = None
+            for step, pair in enumerate(blocks.passing(key, value)):
+                of_pair = _Sum(key, sum(widths)) if step else own
                 for block in blocks.of_step(step, query.device):
-                    inputs, of_all, source = (query, *travelling), (out, sums), blocks.source(step)
+                    inputs, of_all, source = (query, *pair), (out, sums), blocks.source(step)
                     found = blocks.backward(block, gradient, inputs, of_all, tuple(random), source, of_biases)
                     of_query.add(block.of_rows, found[0])
-                    of_key.add(block.of_columns, found[1])
-                    of_value.add(block.of_columns, found[2])
+                    of_pair.add(block.of_columns, torch.cat(found[1:], -1))
                 # Gradients follow their keys, a step behind: they are on their way under the next step's kernel.
-                gradients = [of_key.total, of_value.total]
-                if arriving is not None:
-                    gradients = [one.add_(other) for one, other in zip(arriving(), gradients, strict=True)]
-                if step == 0:
-                    own = gradients
-                else:
-                    arriving = blocks.ring.send_on(gradients)
-                if wait is not None:
-                    travelling = wait()
-            if arriving is not None:
-                own = [one.add_(other) for one, other in zip(arriving(), own, strict=True)]
+                if step:
+                    total = of_pair.total if arriving is None else arriving().add_(of_pair.total)
+                    arriving = blocks.ring.send_on(total)
+            of_both = own.total if arriving is None else arriving().add_(own.total)
+            of_key, of_value = of_both.to(key.dtype).split(widths, -1)
             of_sinks = blocks.scores.gradient_of_sinks(gradient, out, sums)
             of_biases = None if biases is None or of_biases is None else of_biases.to(biases.dtype)
-        found = of_query.total.to(query.dtype), own[0].to(key.dtype), own[1].to(value.dtype)
-        return *found, of_sinks, of_biases, None
+        return of_query.total.to(query.dtype), of_key, of_value, of_sinks, of_biases, None
 
 
 class _Sum:
-    """A sum of gradients of blocks of a tensor."""
+    """A sum of gradients of blocks of a tensor, or of several beside each other.
 
-    def __init__(self, like: Tensor) -> None:
-        self._like, self._dtype = like, accumulated(like)
+    Args:
+        like: the tensor, or one of them.
+        width: that of all.
+    """
+
+    def __init__(self, like: Tensor, width: int) -> None:
+        self._shape, self._dtype, self._device = (*like.shape[:3], width), accumulated(like), like.device
         self._total: Tensor | None = None
 
     def add(self, view: Callable[[Tensor], Tensor], found: Tensor) -> None:
         """Add the gradient of what ``view`` gives of the tensor."""
-        if self._total is None and found.shape == self._like.shape:
+        if self._total is None and found.shape == self._shape:
             self._total = found.to(self._dtype)
         else:
             view(self.total).add_(found)
@@ -255,7 +260,7 @@ class _Sum:
     def total(self) -> Tensor:
         """The sum, zeros if there was none."""
         if self._total is None:
-            self._total = torch.zeros(self._like.shape, dtype=self._dtype, device=self._like.device)
+            self._total = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
         return self._total
 
 
@@ -295,7 +300,7 @@ class _Combined:
         if block.allowed is not True:  # some may have attended to none, here and before
             weight = torch.where(sums == -torch.inf, 0.0, weight)
         whole.lerp_(out, weight[..., None])
-        before.copy_(torch.logaddexp(before, sums))
+        torch.logaddexp(before, sums, out=before)
 
 
 # Ulysses: an all-to-all gives each process some of the heads with the whole sequence, and another one takes them

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from ....core.base.errors import StrategyError
 from ....core.base.trees import tree_map_only
+from ....core.comm.collectives import add_up
 from ....core.model.logits import is_deferred
 from ....core.torch_compat.dtensor_private import gradient_of, local_tensor
 from ....core.torch_compat.torch_private import (
@@ -95,14 +96,13 @@ class LocalTensors:
             return tensor
         known, version = self._taken, version_of(tensor)
         if known is None or known[0] is not tensor or known[1] != version:
-            found = tensor.view_as(tensor)
-            found.register_hook(self._add_up)  # type: ignore[no-untyped-call]
-            self._taken = known = (tensor, version, found)
+            self._taken = known = (tensor, version, _Taken.apply(tensor, self))
         return known[2]
 
-    def _add_up(self, gradient: Tensor) -> Tensor:
-        torch.distributed.all_reduce(gradient, group=self.group)  # in place: only modules of the plan have made it
-        return gradient
+    def add_up(self, gradient: Tensor) -> Tensor:
+        """Add a gradient over the processes, in place: only modules of the plan have made it."""
+        with without_function_modes():
+            return add_up(gradient, self.group)
 
     def close(self) -> None:
         """Note that a row-wise module has taken what was divided."""
@@ -314,6 +314,19 @@ class _LocalLinear(_Planned):
         return output
 
 
+class _Taken(torch.autograd.Function):
+    """What column-wise modules take: a hook at a view would take three times as long."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, local: LocalTensors) -> Tensor:
+        ctx.local = local
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.local.add_up(gradient), None
+
+
 class _Linear(torch.autograd.Function):
     """``functional.linear`` of this process's part of DTensors; the results are added over a group, unless it is None."""
 
@@ -328,7 +341,7 @@ class _Linear(torch.autograd.Function):
         if group is None:
             return functional.linear(input, own, added)
         found = functional.linear(input, own)
-        torch.distributed.all_reduce(found, group=group)
+        add_up(found, group)
         return found if added is None else found.add_(added)
 
     @staticmethod
@@ -343,13 +356,19 @@ def _gradients(ctx: Any, gradient: Tensor) -> Any:
         needs, of_input, of_weight, of_bias = ctx.needs_input_grad, None, None, None
         flat = gradient if gradient.ndim == 2 else gradient.reshape(-1, gradient.shape[-1])
         if needs[0]:
-            of_input = (gradient @ own).to(ctx.dtype)
+            of_input = _as(ctx.dtype, gradient @ own)
         if needs[1]:
             rows = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
-            of_weight = gradient_of(ctx.weight, (flat.T @ rows).to(ctx.weight.dtype))
+            of_weight = gradient_of(ctx.weight, _as(ctx.weight.dtype, flat.T @ rows))
         if needs[2]:
-            of_bias = gradient_of(ctx.bias, flat.sum(0).to(ctx.bias.dtype))
+            of_bias = gradient_of(ctx.bias, _as(ctx.bias.dtype, flat.sum(0)))
         return of_input, of_weight, of_bias, None
+
+
+def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return (
+        tensor if tensor.dtype == dtype else tensor.to(dtype)
+    )  # a call that has nothing to do takes half as long as a product
 
 
 _gradients_once = once_differentiable(_gradients)
