@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,9 +136,8 @@ class OptimizerAdapter:
             return
         # The same as Optimizer.zero_grad, without its profiler entry, which takes longer than the work.
         with NOTHING if self._shards is None else without_function_modes():  # DTensors are asked for nothing else then
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+            for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+                parameter.grad = None
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor | None:
         """Clip by the total norm; return the norm before, 0-dim on the device, or None if it has no own clipping."""

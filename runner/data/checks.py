@@ -39,8 +39,7 @@ class FirstSamples(Dataset[Any]):
         return self._length
 
     def __getattr__(self, name: str) -> Any:
-        # The dataset is not there yet while this is unpickled, which is this object's own: Python 3.10 asks for __getstate__.
-        # Its order of a pass has samples beyond the first ones.
+        # Pickling is its own, the dataset not there yet while it is unpickled; an order of a pass has samples beyond the first.
         if name in ("dataset", "order_of_pass") or (name.startswith("__") and name != "__getitems__"):
             raise AttributeError(name)
         return getattr(self.dataset, name)

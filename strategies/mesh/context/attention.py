@@ -135,7 +135,7 @@ class _Blocks:
             wait = self.ring.send_on(together)
             yield key, value
             together = wait()
-            key, value = together.split(widths, -1)
+            key, value = together.split(widths, -1)  # type: ignore[no-untyped-call]
         yield key, value
 
     def source(self, step: int) -> int:
@@ -231,7 +231,7 @@ class _RingAttention(torch.autograd.Function):
                     total = of_pair.total if arriving is None else arriving().add_(of_pair.total)
                     arriving = blocks.ring.send_on(total)
             of_both = own.total if arriving is None else arriving().add_(own.total)
-            of_key, of_value = of_both.to(key.dtype).split(widths, -1)
+            of_key, of_value = of_both.to(key.dtype).split(widths, -1)  # type: ignore[no-untyped-call]
             of_sinks = blocks.scores.gradient_of_sinks(gradient, out, sums)
             of_biases = None if biases is None or of_biases is None else of_biases.to(biases.dtype)
         return of_query.total.to(query.dtype), of_key, of_value, of_sinks, of_biases, None
