@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from .runner.reporting.history import HistoryBuffer as HistoryBuffer
     from .runner.reporting.message_hub import MessageHub as MessageHub
     from .runner.reporting.visualizer import Visualizer as Visualizer
+    from .runner.resume.choose_checkpoint import ResumeFrom as ResumeFrom
     from .runner.runner import FlexibleRunner as FlexibleRunner
     from .strategies.base import Strategy as Strategy
     from .strategies.ddp import DDPStrategy as DDPStrategy
@@ -129,6 +130,7 @@ REGISTERING_MODULES.update(
 # tests/test_packaging.py compares this table with the imports above.
 _HOMES = {
     "runner.runner": ["FlexibleRunner"],
+    "runner.resume.choose_checkpoint": ["ResumeFrom"],
     "core.model.base_model": [
         "BaseTTAModel",
         "BaseModel",

@@ -16,7 +16,7 @@ from .config import check_loading
 from .options import Resume
 from .parts import Parts
 from .resume import run_state
-from .resume.choose_checkpoint import GoBack, check_resumable, find_source, find_start
+from .resume.choose_checkpoint import GoBack, ResumeFrom, check_resumable, find_source, find_start
 from .resume.saver import Saver, check_can_be_saved, export_model
 from .resume.weights import frozen_advice, leaves_out
 
@@ -80,7 +80,7 @@ class Checkpoints:
             run.logger.info(f"Nothing is left to train: {done} of max_{unit}={goal} are done")
 
     def train(self, loop: TrainLoop) -> None:
-        """Run the training loop to its end, again from an earlier checkpoint whenever a hook goes back to one."""
+        """Run the training loop to its end, again from another checkpoint whenever a hook or the strategy asks for it."""
         while True:
             try:
                 loop.run()
@@ -90,6 +90,15 @@ class Checkpoints:
 
                 self._run.call_hook("on_exception", exception=back)
                 go_back(self._run, back, partial(self.resume, back.path, Resume()))
+            except ResumeFrom as other:
+                self._run.call_hook("on_exception", exception=other)
+                meet(self._run.strategy, "resuming from another checkpoint")
+                self._run.finish_saving()
+                if loop.is_torn:  # the strategy has asked in the middle of an update
+                    self._run.strategy.abort_update()
+                loop.is_torn = loop.stop_training = False
+                self._run.logger.info(other.why)
+                self.resume(other.path, Resume())
 
     def start_evaluation(self) -> None:
         """Load the weights to begin with for a call besides train(), if they were not; train() may still resume."""

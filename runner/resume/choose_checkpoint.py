@@ -251,6 +251,22 @@ def _latest_or_newest(run: Run) -> Path | None:
     return instead
 
 
+class ResumeFrom(BaseException):
+    """Leaves a training that goes on from another checkpoint, earlier or later, as a resumed run does.
+
+    A hook raises it, or a strategy's ``run_window``, on every process. Hooks get it in ``on_exception``, and then ``before_train``
+    again. Unlike a run that goes back, this one leaves nothing out.
+
+    Args:
+        path: the checkpoint, with all that resuming needs; it may be of another run of the same configuration.
+        why: for the log.
+    """
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{why}; on from {path.name}")
+        self.path, self.why = path, why
+
+
 class GoBack(BaseException):
     """Leaves a training that goes on from an earlier checkpoint. A hook raises it after an update, on every process.
 
