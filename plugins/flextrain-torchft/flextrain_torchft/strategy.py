@@ -99,8 +99,6 @@ class _InGroups(Strategy):
                     f"TorchFTStrategy: {name or 'the model'} is a {type(part).__name__}, whose running statistics would differ "
                     "between groups, give nn.GroupNorm or nn.LayerNorm"
                 )
-        if callable(getattr(model, "loss_weight", None)):
-            raise StrategyError("TorchFTStrategy: model.loss_weight is not supported, a loss has to be a mean over samples")
         return super().setup(model, optim)
 
     def leave(self) -> None:
@@ -117,6 +115,8 @@ class _InGroups(Strategy):
             return super().run_window(window, step)
         self.is_due = False
         rows = [self._rows_in(batch) for batch in window]
+        if callable(getattr(self.module, "loss_weight", None)):
+            raise StrategyError("TorchFTStrategy: model.loss_weight is not supported, a loss has to be a mean over samples")
         while True:
             members = self._meet(lambda members: len(members) >= self.groups_config.min_replicas)
             assert self.groups is not None
@@ -300,9 +300,9 @@ class TorchFTStrategy(Strategy):
         """No update is made by fewer groups than these."""
         lighthouse: str | None = None
         """Address of torchft's lighthouse, ``http://host:29510``; None: that of the variable TORCHFT_LIGHTHOUSE."""
-        quorum_timeout_s: float = 600.0
+        quorum_timeout_s: float | int = 600.0
         """Seconds to wait for the other groups before an update; the longest validation or save has to fit in."""
-        exchange_timeout_s: float = 60.0
+        exchange_timeout_s: float | int = 60.0
         """Seconds after which a group that does not answer within an update counts as lost; one that was killed does at once."""
 
     def __new__(cls, **options: Any) -> Any:
