@@ -20,7 +20,7 @@ from ..core.config_files import Config, located
 from ..core.random.generators import set_seed
 from ..strategies.base import NOTHING, Strategy
 from ..strategies.launchers import saying_why_this_process_leaves
-from ..strategies.parts import meet
+from ..strategies.parts import hooks_of, meet
 from .checkpoints import Checkpoints
 from .config import ELSEWHERE, check_agreement, check_everything
 from .data.checks import check_dataloader
@@ -159,7 +159,7 @@ class FlexibleRunner(RunnerNames):
             spec = {"type": "plan", "plan": self.options.env_cfg.plan}
             hook = HOOKS.build(spec, "env_cfg.plan", strategy=self.strategy)
             hooks = [*hooks, (hook, get_priority(hook.priority))]
-        hooks = [*hooks, *((hook, get_priority(hook.priority)) for hook in self.strategy.hooks())]
+        hooks = [*hooks, *((hook, get_priority(hook.priority)) for hook in hooks_of(self.strategy))]
         make_writable(Path(self.work_dir), "work_dir")
         self.timestamp = new_log_folder(Path(self.work_dir))
         self.experiment_name = experiment_name or f"{Path(self.work_dir).name}_{self.timestamp}"

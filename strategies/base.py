@@ -312,10 +312,6 @@ class Strategy:
             optim: the wrapper, whose torch optimizer is not built yet.
         """
 
-    def hooks(self) -> Sequence[Any]:
-        """Return hooks that this strategy needs, which the runner adds to those of the configuration; after ``join``."""
-        return ()
-
     def building(self, model: nn.Module | None = None, draws: Tensor | None = None) -> AbstractContextManager[Any]:
         """Return the context in which a model is made, initialised or changed; before ``setup``.
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, WeightedRandomSampler
 
-from flextrain import FlexibleRunner
+from flextrain import FlexibleRunner, ResumeFrom, SingleDeviceStrategy
 from flextrain.runner.data.samplers import DefaultSampler
+from flextrain.strategies.parts import hooks_of
 
 from .training import (
     SGD,
@@ -387,3 +388,36 @@ def test_parts_can_be_left_out(tmp_path: Path, parts: dict[str, bool]) -> None:
     assert (runner.param_schedulers[0].last_step == 2) is ("resume_param_scheduler" not in parts)
     has_momentum = bool(runner.optim_wrapper.optimizer.state)
     assert has_momentum is ("resume_optimizer" not in parts)
+
+
+@pytest.mark.parametrize("reached", [3, 12], ids=["from a later iteration", "from an earlier one"])
+@pytest.mark.parametrize("point", ["before_train_iter", "run_window"])
+def test_training_goes_on_from_another_run_in_the_same_process(tmp_path: Path, reached: int, point: str) -> None:
+    """A run with other weights, which a hook or its strategy brings to the checkpoint of the 9th update, ends as the other one."""
+    changes = with_(param_scheduler=dict(type="StepLR", step_size=1, gamma=0.5))
+    watch, whole = run(tmp_path / "whole", changes, SaveEvery({9}))
+    jumps = list[int]()
+
+    def jump(runner: Any, *others: Any) -> None:
+        if runner.iter == reached and not jumps:
+            jumps.append(reached)
+            raise ResumeFrom(tmp_path / "whole" / "iter_9", "a test")
+
+    class Jumping(SingleDeviceStrategy):
+        def run_window(self, window: Any, step: Any) -> dict[str, Tensor]:
+            found = super().run_window(window, step)  # which has left gradients
+            jump(runner)
+            return found
+
+    hook = At("on_exception" if point == "run_window" else point, (lambda *_, **__: None) if point == "run_window" else jump)
+    hooks_of.register(Jumping, lambda strategy: [hook])
+    own = Watch()
+    options = {**changes(tmp_path), "custom_hooks": [own], "strategy": Jumping(device="cpu"), "randomness": dict(seed=2)}
+    if point != "run_window":
+        del Jumping.run_window
+    runner = make_runner(tmp_path / "own", **options)
+    assert hook in runner.hooks
+    runner.train()
+    assert jumps == [reached]
+    assert own.trained[-12:] == watch.trained[9:]
+    assert not differences(whole_state(runner), whole_state(whole))

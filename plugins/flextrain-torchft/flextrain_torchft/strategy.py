@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from flextrain import STRATEGIES, ConfigError, FSDPStrategy, Hook, ResumeFrom, SingleDeviceStrategy, Strategy, StrategyError
 from flextrain.strategies import StrategyConfig
-from flextrain.strategies.parts import cannot_repeat
+from flextrain.strategies.parts import cannot_repeat, hooks_of
 
 from . import record
 from .groups import START, Groups, Member, check_lighthouse
@@ -88,9 +88,6 @@ class _InGroups(Strategy):
                 f"strategy.lighthouse: missing, give http://host:port or set TORCHFT_LIGHTHOUSE; `{START}` starts one"
             )
         check_lighthouse(self.groups_config.lighthouse)
-
-    def hooks(self) -> Sequence[Any]:
-        return [*super().hooks(), TorchFTHook(self)]
 
     def setup(self, model: nn.Module, optim: Any = None) -> tuple[nn.Module, Any]:
         for name, part in model.named_modules():
@@ -335,6 +332,11 @@ def _checked(options: dict[str, Any]) -> Any:
     if found.lighthouse is None:
         found = found.model_copy(update={"lighthouse": os.environ.get("TORCHFT_LIGHTHOUSE")})
     return found
+
+
+@hooks_of.register(_InGroups)
+def _(strategy: _InGroups) -> Sequence[Any]:
+    return [TorchFTHook(strategy)]
 
 
 @cannot_repeat.register(_InGroups)
