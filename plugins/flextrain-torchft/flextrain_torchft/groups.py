@@ -197,7 +197,7 @@ class Groups:
         paths = sorted(path for path in folder.rglob("*") if path.is_file()) if gives else []
         listed = json.dumps([(str(path.relative_to(folder)), path.stat().st_size) for path in paths]).encode()
         length = self._from(source, torch.tensor([len(listed)]))
-        text = self._from(source, _bytes(listed, int(length)))
+        text = self._from(source, _bytes(listed if gives else b"", int(length)))
         if not gives:
             shutil.rmtree(folder, ignore_errors=True)
         for name, size in json.loads(bytes(text.tolist())):

@@ -246,7 +246,7 @@ class _InGroups(Strategy):
                 return members
             elif not has_told:
                 has_told = True
-                self.run.logger.info(f"{len(members)} groups are here, {options.min_replicas} are needed (strategy.min_replicas)")
+                self.run.logger.info(f"Waits for groups: {len(members)} of {options.min_replicas} are here (strategy.min_replicas)")
             else:
                 time.sleep(0.5)
         raise StrategyError(f"TorchFTStrategy: {_FAILURES} meetings with the other groups have failed one after the other")

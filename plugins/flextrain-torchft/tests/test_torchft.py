@@ -11,14 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import group
 import pytest
 import torch
 from flextrain_torchft import lineage, rows
 from flextrain_torchft.record import FILE, append, begin, next_head
-from group import BATCH, EPOCHS, SAMPLES, UPDATES, Net, Numbered, runner_of
 
 from flextrain import ConfigError, StrategyError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from torchft_group import BATCH, EPOCHS, SAMPLES, UPDATES, Net, Numbered, runner_of
 
 try:
     from torchft.coordination import LighthouseServer
@@ -43,7 +44,7 @@ def start(folder: Path, lighthouse: str, launched: dict[str, str] | None = None,
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "output.txt", "a") as output:
         return subprocess.Popen(
-            [sys.executable, str(Path(group.__file__)), options], stdout=output, stderr=subprocess.STDOUT, text=True,
+            [sys.executable, str(Path(__file__).with_name("torchft_group.py")), options], stdout=output, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(launched or {})},
         )  # fmt: skip
 
@@ -56,7 +57,7 @@ def launched(count: int) -> list[dict[str, str]]:
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
-def ends(process: subprocess.Popen[str], folder: Path, code: int = 0, limit_s: float = 400.0) -> None:
+def ends(process: subprocess.Popen[str], folder: Path, code: int = 0, limit_s: float = 200.0) -> None:
     try:
         found = process.wait(limit_s)
     finally:

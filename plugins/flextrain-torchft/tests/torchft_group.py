@@ -1,4 +1,4 @@
-"""Trains as one group: ``python group.py OPTIONS``, a JSON object; the tests start several."""
+"""Trains as one group: ``python torchft_group.py OPTIONS``, a JSON object; the tests start several."""
 
 from __future__ import annotations
 
