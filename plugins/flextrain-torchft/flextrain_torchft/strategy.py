@@ -111,6 +111,7 @@ class _InGroups(Strategy):
         if not self.is_due:
             return super().run_window(window, step)
         self.is_due = False
+        assert self.optim is not None
         rows = [self._rows_in(batch) for batch in window]
         if callable(getattr(self.module, "loss_weight", None)):
             raise StrategyError("TorchFTStrategy: model.loss_weight is not supported, a loss has to be a mean over samples")
@@ -121,7 +122,7 @@ class _InGroups(Strategy):
             was_added = self._add(parts, rows)
             if self.groups.commit() and was_added:
                 break
-            self.abort_update()
+            self.optim.zero_grad()  # whole gradients, which no strategy keeps elsewhere: all micro-batches have run
             self.run.logger.warning("A group was lost in the middle of an update, which is made again")
         parent = self.head
         self.head = record.next_head(parent, self.run.iter, [member.nonce for member in members])
