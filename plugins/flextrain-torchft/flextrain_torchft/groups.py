@@ -85,7 +85,6 @@ class Groups:
         self.rank, self.count = 0, 1
         self._several = world_size > 1
         self._leads = rank == 0
-        self._exchange_timeout_s = exchange_timeout_s
         self._lighthouse, self._quorum_timeout_s = lighthouse, quorum_timeout_s
         self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False) if self._leads else None
         where = [(socket.gethostname(), self._store.port) if self._store is not None else None]
@@ -121,8 +120,8 @@ class Groups:
             manager.start_quorum(allow_heal=False)
         except (RuntimeError, TimeoutError) as error:
             raise StrategyError(
-                f"TorchFTStrategy: no other groups were met within {self._quorum_timeout_s:g} s (strategy.quorum_timeout_s) at "
-                f"{self._lighthouse}: {str(error).strip().splitlines()[0]}"
+                f"TorchFTStrategy: the lighthouse at {self._lighthouse} has brought no groups together within strategy.quorum_timeout_s="
+                f"{self._quorum_timeout_s:g}: {str(error).strip().splitlines()[0]}"
             ) from error
 
         def exchange() -> list[Member]:
@@ -164,6 +163,7 @@ class Groups:
             dist.all_reduce(went_well, dist.ReduceOp.MIN)
         if went_well.item():
             return found
+        self._pg.abort()  # so that groups that still wait for this one see an error too, rather than wait until their time is up
         if self._manager.errored() is None:
             self._manager.report_error(RuntimeError("another process of this group has lost the other groups"))
         return None

@@ -23,13 +23,13 @@ UPDATES = EPOCHS * 4  # 7 micro-batches of an epoch, the last of 4 samples, alon
 class Numbered(Dataset[Any]):
     """Samples that know their number."""
 
-    def __init__(self) -> None:
+    def __init__(self, samples: int = SAMPLES) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.x = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
-        self.y = torch.randn(SAMPLES, 1, generator=generator, dtype=torch.float64)
+        self.x = torch.randn(samples, 5, generator=generator, dtype=torch.float64)
+        self.y = torch.randn(samples, 1, generator=generator, dtype=torch.float64)
 
     def __len__(self) -> int:
-        return SAMPLES
+        return len(self.x)
 
     def __getitem__(self, index: int) -> Any:
         return torch.tensor(index), self.x[index], self.y[index]
@@ -55,7 +55,8 @@ class Events(Hook):
 
     Args:
         dies_at: iteration in whose forward the process is killed.
-        waits: the iteration before which it waits for a file, by that file.
+        waits: files, each with the iteration before which the process waits for it.
+        pause: seconds before every iteration, until there is a file ``hurry`` beside the ``work_dir``.
     """
 
     def __init__(self, dies_at: int | None = None, waits: dict[str, int] | None = None, pause: float = 0.0) -> None:
@@ -72,14 +73,17 @@ class Events(Hook):
             if runner.iter == iteration:
                 until(Path(name))
                 time.sleep(3)  # for the other group to ask
-        time.sleep(self.pause)
+        if self.pause and not (folder.parent / "hurry").exists():
+            time.sleep(self.pause)
         runner.strategy.module.seen.clear()
         runner.strategy.module.dies = runner.iter == self.dies_at
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         seen = runner.strategy.module.seen[-len(data_batch) :]  # those of the last try
+        line = dict(
+            update=runner.iter + 1, head=getattr(runner.strategy, "head", None), seen=seen, loss=outputs["loss"].item(), at=time.time()
+        )  # fmt: skip
         with open(Path(runner.work_dir) / f"seen_{runner.rank}.jsonl", "a") as file:
-            line = dict(update=runner.iter + 1, seen=seen, loss=outputs["loss"].item(), at=time.time())
             file.write(json.dumps(line) + "\n")
 
 
@@ -92,10 +96,15 @@ def until(path: Path, limit_s: float = 300.0) -> None:
 
 
 def runner_of(
-    work_dir: Path, strategy: dict[str, Any], hooks: list[Hook] | None = None, batch_size: int = BATCH, **more: Any
+    work_dir: Path,
+    strategy: dict[str, Any],
+    hooks: list[Hook] | None = None,
+    batch_size: int = BATCH,
+    samples: int = SAMPLES,
+    **more: Any,
 ) -> FlexibleRunner:
     loader = dict(
-        dataset=Numbered(), batch_size=batch_size, num_workers=0, collate_fn="default_collate",
+        dataset=Numbered(samples), batch_size=batch_size, num_workers=0, collate_fn="default_collate",
         sampler=dict(type="DefaultSampler", shuffle=True), drop_last=False,
     )  # fmt: skip
     options: dict[str, Any] = dict(
@@ -117,13 +126,12 @@ def runner_of(
 
 def main(given: dict[str, Any]) -> None:
     folder = Path(given["folder"])
-    folder.mkdir(parents=True, exist_ok=True)
     if "after" in given:
-        (folder / "ready").touch()
         until(Path(given["after"]))
+    inner = given.get("inner", dict(type="SingleDeviceStrategy", device="cpu"))
     strategy = dict(
-        type="flextrain_torchft:TorchFTStrategy", inner=given.get("inner", dict(type="SingleDeviceStrategy", device="cpu")),
-        lighthouse=given["lighthouse"], min_replicas=given.get("min_replicas", 1), exchange_timeout_s=60.0,
+        type="flextrain_torchft:TorchFTStrategy", inner=inner, lighthouse=given["lighthouse"],
+        min_replicas=given.get("min_replicas", 1), exchange_timeout_s=given.get("exchange_timeout_s", 60.0),
     )  # fmt: skip
     runner = runner_of(folder, strategy, [Events(**given.get("events", {}))], **given.get("more", {}))
     runner.train()
