@@ -156,10 +156,9 @@ def test_a_group_dies_and_another_joins(tmp_path: Path, lighthouse: str) -> None
     processes = [
         start(a, lighthouse, events=dict(waits={str(b / "arrived"): 0, str(c / "arrived"): 6})),
         start(b, lighthouse, min_replicas=2, events=dict(dies_at=3)),
-        start(c, lighthouse, after=str(a / "killed")),
+        start(c, lighthouse, after=str(a / "epoch_1")),
     ]
     ends(processes[1], b, code=-9)
-    (a / "killed").touch()
     ends(processes[0], a)
     ends(processes[2], c)
     record = check_groups(folders, [a, c], *one_device(tmp_path / "alone"))
