@@ -29,13 +29,13 @@ class Member(NamedTuple):
     Attributes:
         step: the updates that it has made.
         head: a number that groups share whose updates were the same, see ``lineage``.
-        nonce: a random number.
+        group: a random number that this group has for as long as it is there.
         seed: the seed of its run.
     """
 
     step: int
     head: int
-    nonce: int
+    group: int
     seed: int
 
 
@@ -66,6 +66,7 @@ class Groups:
         rank, world_size: of this process in its group.
 
     Attributes:
+        group: a random number, the same on all processes of this group.
         rank: this group's number among those of the last meeting.
         count: how many these are.
     """
@@ -87,10 +88,11 @@ class Groups:
         self._leads = rank == 0
         self._lighthouse, self._quorum_timeout_s = lighthouse, quorum_timeout_s
         self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False) if self._leads else None
-        where = [(socket.gethostname(), self._store.port) if self._store is not None else None]
+        port = 0 if self._store is None else self._store.port
+        shared = [(socket.gethostname(), port, random.SystemRandom().getrandbits(62))]
         if self._several:
-            dist.broadcast_object_list(where)
-        assert where[0] is not None
+            dist.broadcast_object_list(shared)
+        host, port, self.group = shared[0]
         self._pg = ProcessGroupGloo(timeout=timedelta(seconds=exchange_timeout_s))
         self._manager = Manager(
             pg=self._pg,
@@ -102,8 +104,8 @@ class Groups:
             quorum_timeout=timedelta(seconds=quorum_timeout_s),
             rank=rank,
             world_size=world_size,
-            store_addr=where[0][0],
-            store_port=where[0][1],
+            store_addr=host,
+            store_port=port,
             lighthouse_addr=lighthouse,
             init_sync=False,  # whole checkpoints are given to a newcomer, see ``give``
         )
@@ -126,7 +128,7 @@ class Groups:
 
         def exchange() -> list[Member]:
             self.rank, self.count = self._pg.parent.rank(), self._pg.parent.size()
-            mine = Member(step, head, random.SystemRandom().getrandbits(62), seed)
+            mine = Member(step, head, self.group, seed)
             table = torch.zeros(self.count, len(mine), dtype=torch.int64)
             table[self.rank] = torch.tensor(mine)
             return [Member(*row) for row in self._sum(table).tolist()]

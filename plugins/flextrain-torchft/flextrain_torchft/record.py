@@ -13,9 +13,9 @@ from flextrain import ConfigError
 FILE = "torchft.jsonl"
 
 
-def next_head(head: int, step: int, nonces: Iterable[int]) -> int:
+def next_head(head: int, step: int, groups: Iterable[int]) -> int:
     """Return the head after update ``step``, which all groups that make this update together share."""
-    text = json.dumps([head, step, *nonces])
+    text = json.dumps([head, step, *groups])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -56,10 +55,10 @@ class TorchFTHook(Hook):
     def after_train(self, runner: Any) -> None:
         self.strategy.end_training()
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int | None]:
         return {"head": self.strategy.head}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, int | None]) -> None:
         self.strategy.head = state["head"]
 
 
@@ -69,20 +68,20 @@ class _InGroups(Strategy):
     Attributes:
         groups_config: the options of TorchFTStrategy.
         run: the runner.
-        head: names the updates that the weights are made of.
+        head: names the updates that the weights are made of, the same on all processes of the group; None: not yet, see ``_meet``.
         is_due: whether the next window is that of an update, and not one that is run again to look at it.
         made: the record of the last update; None: none was made since the last was written.
     """
 
     groups_config: TorchFTStrategy.Config
     run: Any = None
+    head: int | None = None
     is_due = False
     made: dict[str, Any] | None = None
     groups: Groups | None = None
 
     def join(self) -> None:
         super().join()
-        self.head = random.SystemRandom().getrandbits(62)  # nothing says yet that another group has the same weights
         if self.groups_config.lighthouse is None:
             raise ConfigError(
                 f"strategy.lighthouse: missing, give http://host:port or set TORCHFT_LIGHTHOUSE; `{START}` starts one"
@@ -124,8 +123,8 @@ class _InGroups(Strategy):
                 break
             self.optim.zero_grad()  # whole gradients, which no strategy keeps elsewhere: all micro-batches have run
             self.run.logger.warning("A group was lost in the middle of an update, which is made again")
-        parent = self.head
-        self.head = record.next_head(parent, self.run.iter, [member.nonce for member in members])
+        parent = members[self.groups.rank].head
+        self.head = record.next_head(parent, self.run.iter, [member.group for member in members])
         self.made = dict(
             update=self.run.iter + 1, epoch=self.run.epoch, batch=self.run.train_loop.inner, rows=rows,
             groups=len(members), group=self.groups.rank, head=self.head, parent=parent,
@@ -227,6 +226,8 @@ class _InGroups(Strategy):
                 str(options.lighthouse), options.min_replicas, options.quorum_timeout_s, options.exchange_timeout_s,
                 self.topology.rank, self.topology.world_size,
             )  # fmt: skip
+        if self.head is None:  # nothing says yet that another group has the same weights
+            self.head = self.groups.group
         groups, failures, has_told = self.groups, 0, False
         while failures < _FAILURES:
             members = groups.meet(self.run.iter, self.head, self.run.seed)

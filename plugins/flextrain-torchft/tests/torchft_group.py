@@ -63,8 +63,8 @@ class Events(Hook):
         self.dies_at, self.waits, self.pause = dies_at, waits or {}, pause
 
     def before_train(self, runner: Any) -> None:
-        if runner.iter == 0 and runner.rank == 0:
-            torch.save(full(runner), Path(runner.work_dir) / "initial.pt")
+        if runner.iter == 0:
+            save(full(runner), runner, "initial.pt")
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         folder = Path(runner.work_dir)
@@ -135,9 +135,7 @@ def main(given: dict[str, Any]) -> None:
     )  # fmt: skip
     runner = runner_of(folder, strategy, [Events(**given.get("events", {}))], **given.get("more", {}))
     runner.train()
-    weights = {name: value.clone() for name, value in full(runner).items()}
-    if runner.rank == 0:
-        torch.save(weights, folder / "weights.pt")
+    save(full(runner), runner, "weights.pt")
     runner.close()
 
 
@@ -146,6 +144,11 @@ def full(runner: Any) -> dict[str, Tensor]:
 
     state = runner.strategy.model_state()
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+
+
+def save(weights: dict[str, Tensor], runner: Any, name: str) -> None:
+    if runner.rank == 0:
+        torch.save(weights, Path(runner.work_dir) / name)
 
 
 if __name__ == "__main__":
