@@ -94,7 +94,9 @@ class Checkpoints:
                 self._run.call_hook("on_exception", exception=other)
                 meet(self._run.strategy, "resuming from another checkpoint")
                 self._run.finish_saving()
-                if loop.is_torn and self._run.optim_wrapper is not None:  # asked for by the strategy, with whole gradients at most
+                if (
+                    loop.is_torn and self._run.optim_wrapper is not None
+                ):  # asked for by the strategy, with whole gradients at most
                     self._run.optim_wrapper.zero_grad()
                 loop.is_torn = loop.stop_training = False
                 self._run.logger.info(other.why)

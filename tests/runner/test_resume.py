@@ -409,10 +409,17 @@ def test_training_goes_on_from_another_run_in_the_same_process(tmp_path: Path, r
             jump(runner)
             return found
 
-    hook = At("on_exception" if point == "run_window" else point, (lambda *_, **__: None) if point == "run_window" else jump)
+    hook = At(
+        "on_exception" if point == "run_window" else point, (lambda *_, **__: None) if point == "run_window" else jump
+    )
     hooks_of.register(Jumping, lambda strategy: [hook])
     own = Watch()
-    options = {**changes(tmp_path), "custom_hooks": [own], "strategy": Jumping(device="cpu"), "randomness": dict(seed=2)}
+    options = {
+        **changes(tmp_path),
+        "custom_hooks": [own],
+        "strategy": Jumping(device="cpu"),
+        "randomness": dict(seed=2),
+    }
     if point != "run_window":
         del Jumping.run_window
     runner = make_runner(tmp_path / "own", **options)

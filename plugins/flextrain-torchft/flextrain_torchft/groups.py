@@ -18,9 +18,11 @@ from torch import Tensor
 
 from flextrain import StrategyError
 
-START = "torchft_lighthouse --min_replicas 1 --bind 0.0.0.0:29510 --join_timeout_ms 60000"
+START = "torchft_lighthouse --min_replicas 1 --bind 0.0.0.0:29510 --heartbeat_timeout_ms 3000"
 _BUCKET = 32 << 20
 """Bytes of a message; what is sent has to be copied."""
+_CONNECT_S = 5.0
+"""Seconds in which the groups of a meeting connect. They come at the same time; who does not was killed right then."""
 
 
 class Member(NamedTuple):
@@ -93,14 +95,15 @@ class Groups:
         if self._several:
             dist.broadcast_object_list(shared)
         host, port, self.group = shared[0]
-        self._pg = ProcessGroupGloo(timeout=timedelta(seconds=exchange_timeout_s))
+        self._timeout = timedelta(seconds=exchange_timeout_s)
+        self._pg = ProcessGroupGloo(timeout=min(self._timeout, timedelta(seconds=_CONNECT_S)))
         self._manager = Manager(
             pg=self._pg,
             load_state_dict=None,
             state_dict=None,
             min_replica_size=min_replicas,
             use_async_quorum=False,
-            timeout=timedelta(seconds=exchange_timeout_s),
+            timeout=self._timeout,
             quorum_timeout=timedelta(seconds=quorum_timeout_s),
             rank=rank,
             world_size=world_size,
@@ -174,7 +177,9 @@ class Groups:
         from torch.distributed.distributed_c10d import AllreduceOptions
 
         if self.count > 1:
-            self._pg.allreduce([tensor], AllreduceOptions()).wait()
+            options = AllreduceOptions()
+            options.timeout = self._timeout
+            self._pg.allreduce([tensor], options).wait()
         return tensor
 
     def _add(self, tensors: Iterable[Tensor]) -> bool:
@@ -214,7 +219,11 @@ class Groups:
         return True
 
     def _from(self, source: int, tensor: Tensor) -> Tensor:
-        self._pg.broadcast_one(tensor, source).wait()
+        from torch.distributed.distributed_c10d import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank, options.timeout = source, self._timeout
+        self._pg.broadcast([tensor], options).wait()
         return tensor
 
 

@@ -67,7 +67,9 @@ def lineage(work_dirs: Iterable[str | Path], head: int | None = None, since: int
     at = furthest["head"] if head is None and furthest is not None else head
     while not found or found[-1]["update"] > since:
         if at not in lines:
-            raise ConfigError(f"{FILE}: no record has the update with head {at}, give the work directories of all groups")
+            raise ConfigError(
+                f"{FILE}: no record has the update with head {at}, give the work directories of all groups"
+            )
         found.append(lines[at])
         at = found[-1]["parent"]
     return found[::-1]

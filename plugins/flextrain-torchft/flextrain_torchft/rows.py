@@ -26,7 +26,9 @@ def rows_in(batch: Any) -> int:
     sizes = set(_sizes(batch))
     if len(sizes) != 1:
         found = f"has tensors or lists of {', '.join(map(str, sorted(sizes)))} rows" if sizes else "has no tensor"
-        raise StrategyError(f"train_dataloader: a batch {found}, TorchFTStrategy divides batches with a row for each sample")
+        raise StrategyError(
+            f"train_dataloader: a batch {found}, TorchFTStrategy divides batches with a row for each sample"
+        )
     return sizes.pop()
 
 

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flextrain import STRATEGIES, ConfigError, FSDPStrategy, Hook, ResumeFrom, SingleDeviceStrategy, Strategy, StrategyError
+from flextrain import (
+    STRATEGIES,
+    ConfigError,
+    FSDPStrategy,
+    Hook,
+    ResumeFrom,
+    SingleDeviceStrategy,
+    Strategy,
+    StrategyError,
+)
 from flextrain.strategies import StrategyConfig
 from flextrain.strategies.parts import cannot_repeat, hooks_of
 
@@ -113,11 +122,16 @@ class _InGroups(Strategy):
         assert self.optim is not None
         rows = [self._rows_in(batch) for batch in window]
         if callable(getattr(self.module, "loss_weight", None)):
-            raise StrategyError("TorchFTStrategy: model.loss_weight is not supported, a loss has to be a mean over samples")
+            raise StrategyError(
+                "TorchFTStrategy: model.loss_weight is not supported, a loss has to be a mean over samples"
+            )
         while True:
             members = self._meet(lambda members: len(members) >= self.groups_config.min_replicas)
             assert self.groups is not None
-            parts = [self._micro_batch(batch, count, i, step) for i, (batch, count) in enumerate(zip(window, rows, strict=True))]
+            parts = [
+                self._micro_batch(batch, count, i, step)
+                for i, (batch, count) in enumerate(zip(window, rows, strict=True))
+            ]
             was_added = self._add(parts, rows)
             if self.groups.commit() and was_added:
                 break
@@ -186,7 +200,9 @@ class _InGroups(Strategy):
                 f"TorchFTStrategy: this group has micro-batches of {rows} samples and {len(values)} values to log, and other groups "
                 "have others; give all the same data, batch_size, accumulation and seed"
             )
-        if not self.groups.add([g.to_local() if isinstance(g, DTensor) else g for g in (one.detach() for one in gradients)]):
+        if not self.groups.add(
+            [g.to_local() if isinstance(g, DTensor) else g for g in (one.detach() for one in gradients)]
+        ):
             return False
         for parameter, gradient, users in zip(trained, gradients, shape[same:].tolist(), strict=True):
             parameter.grad = gradient if users else None  # what no group has used does not decay
@@ -248,10 +264,14 @@ class _InGroups(Strategy):
                 return members
             elif not has_told:
                 has_told = True
-                self.run.logger.info(f"Waits for groups: {len(members)} of {options.min_replicas} are here (strategy.min_replicas)")
+                self.run.logger.info(
+                    f"Waits for groups: {len(members)} of {options.min_replicas} are here (strategy.min_replicas)"
+                )
             else:
                 time.sleep(0.5)
-        raise StrategyError(f"TorchFTStrategy: {_FAILURES} meetings with the other groups have failed one after the other")
+        raise StrategyError(
+            f"TorchFTStrategy: {_FAILURES} meetings with the other groups have failed one after the other"
+        )
 
     def _bring_up(self, members: list[Member], source: int) -> None:
         """Give a checkpoint of group ``source`` to those that have other weights; each of them leaves by ResumeFrom."""
@@ -307,23 +327,32 @@ class TorchFTStrategy(Strategy):
     def __new__(cls, **options: Any) -> Any:
         """Return a strategy of a class that is made of ``inner``'s."""
         if not isinstance(options.get("inner"), Mapping):
-            raise ConfigError('strategy.inner: missing, give dict(type="SingleDeviceStrategy") or dict(type="FSDPStrategy")')
+            raise ConfigError(
+                'strategy.inner: missing, give dict(type="SingleDeviceStrategy") or dict(type="FSDPStrategy")'
+            )
         given = dict(options.pop("inner"))
         for name in set(options) & set(StrategyConfig.model_fields):  # the runner's own keys are among them
             if given.setdefault(name, options[name]) != options.pop(name):
-                raise ConfigError(f"strategy.{name}: disagrees with strategy.inner.{name}={given[name]!r}, give one of them")
+                raise ConfigError(
+                    f"strategy.{name}: disagrees with strategy.inner.{name}={given[name]!r}, give one of them"
+                )
         kind = STRATEGIES.resolve(given.pop("type", "SingleDeviceStrategy"), "strategy.inner.type")
         if kind not in INNER:
             allowed = " or ".join(each.__name__ for each in INNER)
-            raise ConfigError(f"strategy.inner.type: {getattr(kind, '__name__', kind)} is not supported, give {allowed}")
+            raise ConfigError(
+                f"strategy.inner.type: {getattr(kind, '__name__', kind)} is not supported, give {allowed}"
+            )
         config = _checked({**options, "inner": given})
-        made: Any = type("TorchFTStrategy", (_InGroups, kind), {"__doc__": cls.__doc__, "__module__": cls.__module__})(**given)
+        made: Any = type("TorchFTStrategy", (_InGroups, kind), {"__doc__": cls.__doc__, "__module__": cls.__module__})(
+            **given
+        )
         made.groups_config = config
         return made
 
 
 def _checked(options: dict[str, Any]) -> Any:
     """Return the options of the groups; they are checked as every strategy's are."""
+
     class Options(Strategy):
         Config = TorchFTStrategy.Config
 

@@ -29,7 +29,7 @@ needs_torchft = pytest.mark.skipif(LighthouseServer is None, reason="" if Lighth
 
 @pytest.fixture
 def lighthouse() -> Iterator[str]:
-    server = LighthouseServer(bind="0.0.0.0:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=5_000)
+    server = LighthouseServer(bind="0.0.0.0:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=3_000)
     yield server.address()
     server.shutdown()
 
@@ -76,7 +76,9 @@ def test_rows_are_divided() -> None:
     assert (part["more"][0].tolist(), part["more"][1], part["kind"]) == ([1, 2], ("b", "c"), "all")
 
 
-@pytest.mark.parametrize("batch", [{"x": torch.ones(3), "y": torch.ones(2)}, {"x": "text"}, [torch.ones(()), torch.ones(2)]])
+@pytest.mark.parametrize(
+    "batch", [{"x": torch.ones(3), "y": torch.ones(2)}, {"x": "text"}, [torch.ones(()), torch.ones(2)]]
+)
 def test_rows_that_cannot_be_divided(batch: Any) -> None:
     with pytest.raises(StrategyError, match=r"^train_dataloader: a batch has .*row for each sample"):
         rows.rows_in(batch)

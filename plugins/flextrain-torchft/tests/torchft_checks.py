@@ -26,7 +26,7 @@ def start(folder: Path, lighthouse: str, launched: dict[str, str] | None = None,
     with open(folder / "output.txt", "a") as output:
         return subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("torchft_group.py")), options], stdout=output, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": "error", **(launched or {})},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": os.environ.get("RUST_LOG", "error"), **(launched or {})},
         )  # fmt: skip
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from torchft_checks import check_groups, ends, lines_of, one_device, start
 
 SAMPLES = 1000  # 84 updates of an epoch, a few seconds
@@ -24,7 +25,7 @@ def kill_at_random(folder: Path, lighthouse: str, groups: int, kills: int, seed:
     start, because it alone has the weights.
 
     Returns:
-        Of each kill, the longest time in which no group made an update, until the next kill, in seconds.
+        Of each kill, the longest time between it and the next one in which no group made an update, in seconds.
     """
     chance = random.Random(seed)
     more: dict[str, Any] = dict(
@@ -47,7 +48,11 @@ def kill_at_random(folder: Path, lighthouse: str, groups: int, kills: int, seed:
                 break  # at the end of the training, or by an error, which is told below
             arrived = [one for one in folders if (one / "arrived").exists()]
             trained = {one for one in arrived if _last_update(one) > began[one]}
-            if not arrived or not trained - {victim := chance.choice(arrived)} or (not killed and len(trained) < groups):
+            if (
+                not arrived
+                or not trained - {victim := chance.choice(arrived)}
+                or (not killed and len(trained) < groups)
+            ):
                 continue
             processes[victim].kill()
             ends(processes[victim], victim, code=-9)
@@ -61,7 +66,9 @@ def kill_at_random(folder: Path, lighthouse: str, groups: int, kills: int, seed:
             process.kill()
     alone, weights = one_device(folder / "alone", **more)
     check_groups(folders, folders, alone, weights, tolerance=1e-9)
-    return [max(_gaps(folders, *span)) for span in zip(killed, [*killed[1:], time.time()], strict=True)]
+    made = sorted(line["at"] for one in folders for line in lines_of(one / "seen_0.jsonl"))
+    (folder / "killed.json").write_text(json.dumps(killed))
+    return [_longest(made, *span) for span in zip(killed, [*killed[1:], made[-1]], strict=True)]
 
 
 def _last_update(folder: Path) -> float:
@@ -71,10 +78,11 @@ def _last_update(folder: Path) -> float:
         return 0.0
 
 
-def _gaps(folders: list[Path], start: float, stop: float) -> list[float]:
-    """Times between updates of any group, of which some is within the span."""
-    made = sorted(line["at"] for one in folders for line in lines_of(one / "seen_0.jsonl"))
-    return [later - sooner for sooner, later in zip(made, made[1:], strict=False) if later > start and sooner < stop]
+def _longest(made: list[float], start: float, stop: float) -> float:
+    """The longest of the times between updates, each as far as it lies in the span."""
+    return max(
+        min(later, stop) - max(sooner, start) for sooner, later in pairwise(made) if later > start and sooner < stop
+    )
 
 
 def main() -> None:
@@ -86,12 +94,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, required=True)
     given = parser.parse_args()
-    server = LighthouseServer(bind="0.0.0.0:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=5_000)
+    server = LighthouseServer(bind="0.0.0.0:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=3_000)
     found = sorted(kill_at_random(given.folder, server.address(), given.groups, given.kills, given.seed))
     server.shutdown()
-    print(
+    sys.stdout.write(
         f"{len(found)} kills of {given.groups} groups: samples, losses and weights are those of one device; without an update for "
-        f"{statistics.median(found):.1f} s (median), {found[-1]:.1f} s at most, above 10 s {sum(one > 10 for one in found)} times"
+        f"{statistics.median(found):.1f} s (median), {found[-1]:.1f} s at most, above 10 s {sum(one > 10 for one in found)} times\n"
     )
 
 
