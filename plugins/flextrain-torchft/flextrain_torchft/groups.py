@@ -21,8 +21,9 @@ from flextrain import StrategyError
 START = "torchft_lighthouse --min_replicas 1 --bind 0.0.0.0:29510 --heartbeat_timeout_ms 3000"
 _BUCKET = 32 << 20
 """Bytes of a message; what is sent has to be copied."""
-_CONNECT_S = 5.0
-"""Seconds in which the groups of a meeting connect. They come at the same time; who does not was killed right then."""
+_CONNECT_S = 3.0
+"""Seconds in which the groups of a meeting connect, twice as many after each that failed. They come at the same time; who does
+not was killed right then."""
 
 
 class Member(NamedTuple):
@@ -71,6 +72,7 @@ class Groups:
         group: a random number, the same on all processes of this group.
         rank: this group's number among those of the last meeting.
         count: how many these are.
+        failures: how many meetings in a row have failed.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Groups:
         from torchft.manager import Manager
         from torchft.process_group import ProcessGroupGloo
 
-        self.rank, self.count = 0, 1
+        self.rank, self.count, self.failures = 0, 1, 0
         self._several = world_size > 1
         self._leads = rank == 0
         self._lighthouse, self._quorum_timeout_s = lighthouse, quorum_timeout_s
@@ -96,7 +98,7 @@ class Groups:
             dist.broadcast_object_list(shared)
         host, port, self.group = shared[0]
         self._timeout = timedelta(seconds=exchange_timeout_s)
-        self._pg = ProcessGroupGloo(timeout=min(self._timeout, timedelta(seconds=_CONNECT_S)))
+        self._pg = ProcessGroupGloo(timeout=self._timeout)
         self._manager = Manager(
             pg=self._pg,
             load_state_dict=None,
@@ -120,6 +122,8 @@ class Groups:
             StrategyError: too few came in time, or the lighthouse is gone.
         """
         manager = self._manager
+        seconds = min(self._timeout.total_seconds(), _CONNECT_S * 2**self.failures)
+        self._pg.set_timeout(timedelta(seconds=seconds))
         manager.load_state_dict({"step": step, "batches_committed": manager.batches_committed()})
         try:
             manager.start_quorum(allow_heal=False)
@@ -136,7 +140,9 @@ class Groups:
             table[self.rank] = torch.tensor(mine)
             return [Member(*row) for row in self._sum(table).tolist()]
 
-        return self._try(exchange)
+        found: list[Member] | None = self._try(exchange)
+        self.failures = self.failures + 1 if found is None else 0
+        return found
 
     def add(self, tensors: Sequence[Tensor]) -> bool:
         """Replace the tensors, which are alike in all groups, by their sums over the groups; False: they hold anything."""

@@ -244,14 +244,12 @@ class _InGroups(Strategy):
             )  # fmt: skip
         if self.head is None:  # nothing says yet that another group has the same weights
             self.head = self.groups.group
-        groups, failures, has_told = self.groups, 0, False
-        while failures < _FAILURES:
+        groups, has_told = self.groups, False
+        while groups.failures < _FAILURES:
             members = groups.meet(self.run.iter, self.head, self.run.seed)
             if members is None:
-                failures += 1
                 groups.commit()  # tells the lighthouse that connections have to be made anew
                 continue
-            failures = 0
             if len(seeds := {member.seed for member in members}) > 1:
                 raise StrategyError(
                     f"randomness.seed: groups have the seeds {', '.join(map(str, sorted(seeds)))}, give all the same"
