@@ -183,11 +183,11 @@ def test_kills_at_random_moments(groups: int, tmp_path: Path, lighthouse: str) -
 @pytest.mark.processes
 @pytest.mark.full
 def test_groups_of_two_processes_under_fsdp(tmp_path: Path, lighthouse: str) -> None:
-    """A micro-batch of each process has six rows; one device has them in one of twelve."""
+    """A micro-batch of each process has six rows; one device has them in one of twelve; 40 samples need no filling up."""
     folders = [tmp_path / "a", tmp_path / "b"]
     inner = dict(type="FSDPStrategy", device="cpu", timeout_s=300)
     processes = [
-        (start(folder, lighthouse, variables, min_replicas=2, inner=inner), folder)
+        (start(folder, lighthouse, variables, min_replicas=2, inner=inner, more=dict(samples=40)), folder)
         for folder in folders
         for variables in launched(2)
     ]
@@ -195,9 +195,9 @@ def test_groups_of_two_processes_under_fsdp(tmp_path: Path, lighthouse: str) -> 
         ends(process, folder)
     record = lineage(folders)
     assert [line["groups"] for line in record] == [2] * len(record)
-    _, weights = one_device(tmp_path / "alone", batch_size=2 * BATCH)
+    _, weights = one_device(tmp_path / "alone", batch_size=2 * BATCH, samples=40)
     found = [torch.load(folder / "weights.pt") for folder in folders]
     check_equal(found[0], weights)
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
-    _, resumed = one_device(tmp_path / "resumed", batch_size=2 * BATCH, resume=str(folders[1] / "epoch_2"))
+    _, resumed = one_device(tmp_path / "resumed", batch_size=2 * BATCH, samples=40, resume=str(folders[1] / "epoch_2"))
     check_equal(resumed, weights)
