@@ -85,22 +85,11 @@ class Checkpoints:
             try:
                 loop.run()
                 return
-            except GoBack as back:
-                from .resume.going_back import go_back  # few runs do
+            except (GoBack, ResumeFrom) as left:
+                from .resume.going_back import go_on  # few runs do
 
-                self._run.call_hook("on_exception", exception=back)
-                go_back(self._run, back, partial(self.resume, back.path, Resume()))
-            except ResumeFrom as other:
-                self._run.call_hook("on_exception", exception=other)
-                meet(self._run.strategy, "resuming from another checkpoint")
-                self._run.finish_saving()
-                if (
-                    loop.is_torn and self._run.optim_wrapper is not None
-                ):  # asked for by the strategy, with whole gradients at most
-                    self._run.optim_wrapper.zero_grad()
-                loop.is_torn = loop.stop_training = False
-                self._run.logger.info(other.why)
-                self.resume(other.path, Resume())
+                self._run.call_hook("on_exception", exception=left)
+                go_on(self._run, left, partial(self.resume, left.path, Resume()))
 
     def start_evaluation(self) -> None:
         """Load the weights to begin with for a call besides train(), if they were not; train() may still resume."""

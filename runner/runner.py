@@ -154,12 +154,11 @@ class FlexibleRunner(RunnerNames):
             self.oversight.start(self)
         if self.distributed:
             check_agreement(config)
-        hooks = config.hooks
+        hooks = [*config.hooks, *((hook, get_priority(hook.priority)) for hook in hooks_of(self.strategy))]
         if self.options.env_cfg.plan is not None:
             spec = {"type": "plan", "plan": self.options.env_cfg.plan}
             hook = HOOKS.build(spec, "env_cfg.plan", strategy=self.strategy)
             hooks = [*hooks, (hook, get_priority(hook.priority))]
-        hooks = [*hooks, *((hook, get_priority(hook.priority)) for hook in hooks_of(self.strategy))]
         make_writable(Path(self.work_dir), "work_dir")
         self.timestamp = new_log_folder(Path(self.work_dir))
         self.experiment_name = experiment_name or f"{Path(self.work_dir).name}_{self.timestamp}"

@@ -1,4 +1,4 @@
-"""Going back: a training goes on from an earlier checkpoint of its own, and leaves out the data since then."""
+"""Going back: a training goes on from an earlier checkpoint of its own, and leaves out the data since then; or from any other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...core.checkpoint.directory import mark_latest
 from ...core.comm.agreement import told_by_rank_0
 from ...strategies.parts import meet
 from ..data.dataloaders import LeftOut
-from .choose_checkpoint import RESUMED, GoBack
+from .choose_checkpoint import RESUMED, GoBack, ResumeFrom
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -34,6 +34,21 @@ def newest_until(run: Run, iteration: int, others: Collection[Path] = ()) -> Pat
             if RESUMED in checkpoint.values and not checkpoint.nonfinite:
                 return path
     return None
+
+
+def go_on(run: Run, left: GoBack | ResumeFrom, resume: Callable[[], None]) -> None:
+    """Resume from the checkpoint for whose sake the loop has been left; a collective. ``resume`` restores the run from ``left.path``."""
+    if isinstance(left, GoBack):
+        go_back(run, left, resume)
+        return
+    meet(run.strategy, "resuming from another checkpoint")
+    run.finish_saving()
+    loop = run.train_loop
+    if loop.is_torn and run.optim_wrapper is not None:  # asked for by the strategy, with whole gradients at most
+        run.optim_wrapper.zero_grad()
+    loop.is_torn = loop.stop_training = False
+    run.logger.info(left.why)
+    resume()
 
 
 def go_back(run: Run, back: GoBack, resume: Callable[[], None]) -> None:

@@ -17,7 +17,9 @@ from torch.utils.data import Dataset
 from flextrain import FlexibleRunner, Hook
 
 SAMPLES, BATCH, ACCUMULATE, EPOCHS = 41, 6, 2, 3
-UPDATES = EPOCHS * 4  # 7 micro-batches of an epoch, the last of 5 samples, which two groups share unequally, alone in its update
+UPDATES = (
+    EPOCHS * 4
+)  # 7 micro-batches of an epoch, the last of 5 samples, which two groups share unequally, alone in its update
 
 
 class Numbered(Dataset[Any]):
