@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from flextrain import BaseModel
 from flextrain.core.base.errors import ConfigError
 from flextrain.testing import WorkerGroup
 
+from ..runner.training import log_lines
 from .folders import model_of, runner_of, whole_weights
 
 FSDP_BF16 = dict(type="fsdp", wrap="blocks", mixed_precision=dict(param_dtype="bfloat16"))
@@ -94,7 +96,7 @@ def test_every_strategy_obeys_the_models_own_switch(
             torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
 
 
-def test_it_is_told_and_the_export_keeps_the_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_told_and_the_export_keeps_the_cache(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     runner = runner_of(
@@ -103,8 +105,9 @@ def test_it_is_told_and_the_export_keeps_the_cache(tmp_path: Path, caplog: pytes
         strategy=dict(type="single", activation_checkpointing="model"),
         log_level="INFO",
     )
-    runner.train()
-    assert "LlamaForCausalLM trains with use_cache=False, because" in caplog.text
+    with log_lines(logging.INFO) as lines:
+        runner.train()
+    assert any("LlamaForCausalLM trains with use_cache=False, because" in line for line in lines)
     runner.export_hugging_face(tmp_path / "out")
     assert AutoConfig.from_pretrained(tmp_path / "out").use_cache is True
     runner.close()
