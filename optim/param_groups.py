@@ -338,17 +338,13 @@ class DefaultOptimWrapperConstructor:
             module: the module that holds it.
         """
         self.uses_rules = True
-        custom = self.custom_keys.get(self.custom_key_of(name))
+        custom = self.custom_keys.get(_key_of(name, self.custom_keys))
         by_kind = self._by_kind(name, parameter, module)
         if custom is None:
             return by_kind
         if "decay_mult" not in custom.model_fields_set and "weight_decay" in by_kind:
             self.overruled.append(name)
         return self._scaled(custom.lr_mult, custom.decay_mult) | dict(custom.model_extra or {})
-
-    def custom_key_of(self, name: str) -> str:
-        """Return the custom key whose settings a parameter of this name has; "" if it has none."""
-        return next((key for key in self.custom_keys if key in searched(name)), "")
 
     def _by_kind(self, name: str, parameter: nn.Parameter, module: nn.Module) -> dict[str, Any]:
         cfg, of_dcn = self.config, self._in_deformable
@@ -379,6 +375,11 @@ class DefaultOptimWrapperConstructor:
 def searched(name: str) -> str:
     """Return the name to search for custom keys: keys like ".cls_token" match the model's own parameters too."""
     return name if "." in name else f".{name}"
+
+
+def _key_of(name: str, custom_keys: Iterable[str]) -> str:
+    """Return the custom key, of those from the longest to the shortest, whose settings a parameter has; "" if it has none."""
+    return next((key for key in custom_keys if key in searched(name)), "")
 
 
 def _is_deformable(module: nn.Module) -> bool:
@@ -638,12 +639,12 @@ def _warn_of_other(recipe: OptimizerRecipe, others: OptimizerRecipe, roles: Role
         return
     updates: dict[str, set[bool]] = {}
     for name, role in roles.items():
-        updates.setdefault(makers[0].custom_key_of(name), set()).add(bool(role.why_not))
-    for key in makers[0].custom_keys.keys() & updates.keys():
+        updates.setdefault(_key_of(name, makers[0].custom_keys), set()).add(bool(role.why_not))
+    for key in sorted(makers[0].custom_keys.keys() & updates.keys()):
         known = [maker.custom_keys[key].model_extra or {} for maker in makers]
         for theirs in {False, True} - updates[key]:
             who = OPTIMIZERS.resolve(_type(kinds[not theirs])).__name__
-            for name in known[theirs].keys() - known[not theirs].keys():
+            for name in sorted(known[theirs].keys() - known[not theirs].keys()):
                 _logger.warning(
                     f"{recipe.where}.paramwise_cfg.custom_keys.{key}.{name}: has no effect, {who} updates every parameter that the key "
                     f"names, and has no {name}"

@@ -304,7 +304,9 @@ class Deferred:
             z_loss = ZLoss(self.z_loss)
             self.z_losses.append(z_loss)
         weights = tuple(layer.parameters())
-        head = OutputHead(layer, forward, self._chunk, weights=weights, z_loss=z_loss, is_matrix=is_matrix, tell=self._tell)
+        head = OutputHead(
+            layer, forward, self._chunk, weights=weights, z_loss=z_loss, is_matrix=is_matrix, tell=self._tell
+        )
         if not is_matrix and torch.is_grad_enabled() not in self._checked and hidden.numel() and has_values(hidden):
             if type(hidden) in (Tensor, nn.Parameter):
                 with apart(), kept_random_state(hidden.device):

@@ -47,7 +47,8 @@ def test_another_rank_is_named_and_not_a_list_of_shapes(tmp_path: Path) -> None:
     adapted(tmp_path, "single", 1)
     for changed in (dict(r=8), dict(rank_pattern={"q_proj": 2})):
         (key,) = changed
-        with refuses(CheckpointError, matches=f"its adapter was trained with {key}=.*, which makes other shapes; give {key}="):
+        says = f"its adapter was trained with {key}=.*, which makes other shapes; give {key}="
+        with refuses(CheckpointError, matches=says):
             adapted(tmp_path, "single", 2, resume=True, transforms=[{**LORA, **changed}])
     with refuses(CheckpointError, "its adapter was trained with r=4, and LoRA has 8 here"):
         runner, _ = adapted_run(tmp_path / "next", "single", transforms=[{**LORA, "r": 8}])

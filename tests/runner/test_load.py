@@ -221,8 +221,9 @@ def said_of_ties(folder: Path, weights: Path, saved: Path) -> None:
     with make_runner(folder / "load", **sharded) as runner, log_lines() as lines:
         runner.load_checkpoint(weights)
     assert lines == ([f"{weights}: {UNTIED.format(' everywhere')}"] if dist.is_main() else [])
-    with make_runner(folder / "rest", resume=str(saved), **sharded) as runner, refuses(CheckpointError, UNTIED.format("")):
-        runner.train()
+    rest = make_runner(folder / "rest", resume=str(saved), **sharded)
+    with rest, refuses(CheckpointError, UNTIED.format("")):
+        rest.train()
 
 
 @pytest.mark.full
@@ -230,7 +231,8 @@ def said_of_ties(folder: Path, weights: Path, saved: Path) -> None:
 def test_two_values_of_a_tied_parameter_in_shards(tmp_path: Path, workers2: WorkerGroup) -> None:
     state = {name: torch.ones(6, 6) for name in ("head.weight", "embed.weight")}
     state["head.weight"][5] = 2.0  # which the second process holds
-    workers2.run(said_of_ties, tmp_path, written(tmp_path, "pth", state), checkpoint(tmp_path, model=partial(Tied, tied=False)))
+    saved = checkpoint(tmp_path, model=partial(Tied, tied=False))
+    workers2.run(said_of_ties, tmp_path, written(tmp_path, "pth", state), saved)
 
 
 def test_a_run_whose_head_was_trained_apart_is_not_resumed_with_a_tied_one(tmp_path: Path) -> None:

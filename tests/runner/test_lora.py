@@ -224,7 +224,10 @@ def check_what_is_said(folder: Path, path: Path, strategy: str) -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    ["single", *(pytest.param(name, marks=[pytest.mark.distributed, pytest.mark.full]) for name in ("fsdp", "tp2", "pp2"))],
+    [
+        "single",
+        *(pytest.param(name, marks=[pytest.mark.distributed, pytest.mark.full]) for name in ("fsdp", "tp2", "pp2")),
+    ],
 )
 def test_a_checkpoint_of_adapters_knows_its_base(tmp_path: Path, request: Any, strategy: str) -> None:
     adapted(tmp_path / "run", "single", 1)
