@@ -22,6 +22,7 @@ from ...core.base.tensors import is_quantised
 from ...core.hugging_face.pretrained import pretrained_in
 from ...core.model.base_model import BaseTTAModel
 from ...core.model.deferred import LooksAtValues
+from ...core.model.logits import is_deferred
 from ...strategies.building import Builds, shape_of
 
 # Build the transforms of a run from its argument ``transforms``, before there is a model.
@@ -286,7 +287,9 @@ def transform(
         before = ModelState.of(model, shape)
         is_whole = _has_values(model, strategy)
         with strategy.building(model, _generator_state(seed, index)):
+            heads = _chunked_heads(model)
             changed = _call(each, model, is_whole)
+        _check_chunked(each, heads, changed)
         _check_read_later(each, model, changed)
         model = changed
         lines.append((each.name, differences(before, ModelState.of(model, shape))))
@@ -346,6 +349,28 @@ def _check_read_later(each: Transform, model: nn.Module, changed: nn.Module) -> 
                 f"{each.where}: {each.name} replaces {min(lost)}, whose values are read from model.pretrained afterwards; take the "
                 "parameter over as it is (new.weight = old.weight)"
             )
+
+
+_Child = tuple[nn.Module, str, nn.Module]
+
+
+def _chunked_heads(model: nn.Module) -> dict[_Child, str]:
+    """The modules whose logits ChunkedLoss computes, each with its parent, and their names."""
+    return {
+        (parent, key, child): f"{name}.{key}" if name else key
+        for name, parent in model.named_modules()
+        for key, child in parent.named_children()
+        if is_deferred(child)
+    }
+
+
+def _check_chunked(each: Transform, heads: Mapping[_Child, str], changed: nn.Module) -> None:
+    """Raise ConfigError if a head of ChunkedLoss has something around it now, which would need logits that are not there."""
+    if heads and (lost := heads.keys() - _chunked_heads(changed)):
+        raise ConfigError(
+            f"{each.where}: {each.name.partition('(')[0]} replaces {heads[lost.pop()]}, whose logits ChunkedLoss computes in chunks; give "
+            "it before ChunkedLoss in the list"
+        )
 
 
 def _has_values(model: nn.Module, strategy: Builds) -> bool:
