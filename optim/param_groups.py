@@ -617,18 +617,17 @@ def make_groups(recipe: OptimizerRecipe, model: nn.Module, roles: Roles | None =
     if roles is None or not roles.keys() >= {*names.values()}:
         roles = roles_of(recipe, model)
         assert roles is not None
-    if recipe.others is not None:
-        _warn_of_other(recipe, recipe.others, roles)
     found: list[dict[str, Any]] = []
     for group in _constructed(recipe, model):
         own: dict[Role, list[Any]] = {}
         for parameter in group["params"]:
             own.setdefault(roles[names[id(parameter)]], []).append(parameter)
         found += [{**group, **role.settings, "params": own[role]} for role in own if not role.why_not]
-    for group in _constructed(recipe.others, model) if recipe.others is not None else ():
-        theirs = [parameter for parameter in group["params"] if roles[names[id(parameter)]].why_not]
-        if theirs:
-            found.append({**group, OF_OTHERS: True, "params": theirs})
+    if recipe.others is not None:
+        _warn_of_other(recipe, recipe.others, roles)
+        for group in _constructed(recipe.others, model):
+            if theirs := [parameter for parameter in group["params"] if roles[names[id(parameter)]].why_not]:
+                found.append({**group, OF_OTHERS: True, "params": theirs})
     return found
 
 

@@ -22,7 +22,6 @@ from ...core.base.tensors import is_quantised
 from ...core.hugging_face.pretrained import pretrained_in
 from ...core.model.base_model import BaseTTAModel
 from ...core.model.deferred import LooksAtValues
-from ...core.model.logits import is_deferred
 from ...strategies.building import Builds, shape_of
 
 # Build the transforms of a run from its argument ``transforms``, before there is a model.
@@ -287,9 +286,7 @@ def transform(
         before = ModelState.of(model, shape)
         is_whole = _has_values(model, strategy)
         with strategy.building(model, _generator_state(seed, index)):
-            heads = _chunked_heads(model)
             changed = _call(each, model, is_whole)
-        _check_chunked(each, heads, changed)
         _check_read_later(each, model, changed)
         model = changed
         lines.append((each.name, differences(before, ModelState.of(model, shape))))
@@ -297,6 +294,7 @@ def transform(
 
 
 def _call(each: Transform, model: nn.Module, is_whole: bool) -> nn.Module:
+    heads = _chunked_heads(model)
     try:
         changed: object = each.function(model)
     except FlexTrainError:
@@ -310,12 +308,12 @@ def _call(each: Transform, model: nn.Module, is_whole: bool) -> nn.Module:
         if hasattr(error, "add_note"):  # Python 3.11; the interpreter prints it below the traceback
             error.add_note(f"flextrain: failed in {each.where}, {each.name}")
         raise
-    if changed is None:
-        return model
+    changed = model if changed is None else changed
     if not isinstance(changed, nn.Module):
         raise ConfigError(
             f"{each.where}: {each.name} gave {type(changed).__name__}, return a torch.nn.Module, or None if it was changed in place"
         )
+    _check_chunked(each, heads, changed)
     return changed
 
 
@@ -356,6 +354,8 @@ _Child = tuple[nn.Module, str, nn.Module]
 
 def _chunked_heads(model: nn.Module) -> dict[_Child, str]:
     """The modules whose logits ChunkedLoss computes, each with its parent, and their names."""
+    from ...core.model.logits import is_deferred  # a script without transforms does without it
+
     return {
         (parent, key, child): f"{name}.{key}" if name else key
         for name, parent in model.named_modules()

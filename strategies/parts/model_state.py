@@ -60,9 +60,7 @@ def fingerprints_of_left_out(strategy: Strategy, names: Collection[str] | None =
 
     It depends on neither the strategy nor the number of processes, only on dtype, shape and values. It begins with the
     dtype, because a strategy may keep frozen parameters in half precision. Computed again after a parameter was written.
-
-    Args:
-        names: of parameters that another run has left out; None: those that this one leaves out.
+    ``names`` are those that another run has left out; None: what this one leaves out.
     """
     if names is None and not strategy.config.exclude_frozen_parameters:
         return {}

@@ -12,6 +12,7 @@ import torch
 
 from flextrain import CheckpointError, ConfigError
 from flextrain.core.checkpoint import Checkpoint
+from flextrain.core.comm.agreement import told_by_rank_0
 from flextrain.testing import WorkerGroup
 
 from .adapted import LORA, STRATEGIES, adapted, adapted_run, llama, means
@@ -203,7 +204,7 @@ def test_what_comes_before_training_has_the_base_too(tmp_path: Path) -> None:
 
 
 def said_of_the_base(folder: Path, path: Path, strategy: str, seed: int, strict: bool) -> str:
-    """What is said first when a checkpoint of adapters is loaded into a model with the base of a seed."""
+    """What rank 0 says first when a checkpoint of adapters is loaded into a model with the base of a seed."""
     given: dict[str, Any] = dict(options={"exclude_frozen_parameters": None}, log_level="INFO")
     runner, _ = adapted_run(folder, strategy, randomness=dict(seed=seed), **given)
     with runner, log_lines(logging.INFO) as lines:
@@ -211,7 +212,7 @@ def said_of_the_base(folder: Path, path: Path, strategy: str, seed: int, strict:
             runner.load_checkpoint(path, strict=strict)
         except CheckpointError as error:
             lines.append(str(error))
-    return next(line for line in lines if line.startswith(f"{path}: "))
+        return told_by_rank_0(lambda: next(line for line in lines if line.startswith(f"{path}: ")))
 
 
 def check_what_is_said(folder: Path, path: Path, strategy: str) -> None:
