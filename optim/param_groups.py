@@ -615,8 +615,7 @@ def make_groups(recipe: OptimizerRecipe, model: nn.Module, roles: Roles | None =
         return _constructed(recipe, model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if roles is None or not roles.keys() >= {*names.values()}:
-        roles = roles_of(recipe, model)
-        assert roles is not None
+        roles = cast(Roles, roles_of(recipe, model))
     found: list[dict[str, Any]] = []
     for group in _constructed(recipe, model):
         own: dict[Role, list[Any]] = {}
