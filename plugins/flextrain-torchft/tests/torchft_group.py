@@ -17,9 +17,8 @@ from torch.utils.data import Dataset
 from flextrain import FlexibleRunner, Hook
 
 SAMPLES, BATCH, ACCUMULATE, EPOCHS = 41, 6, 2, 3
-UPDATES = (
-    EPOCHS * 4
-)  # 7 micro-batches of an epoch, the last of 5 samples, which two groups share unequally, alone in its update
+# An epoch has 7 micro-batches. The last one has 5 samples, which two groups share unequally, and an update of its own.
+UPDATES = EPOCHS * 4
 
 
 class Numbered(Dataset[Any]):
