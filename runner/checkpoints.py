@@ -17,10 +17,13 @@ from .options import Resume
 from .parts import Parts
 from .resume import run_state
 from .resume.choose_checkpoint import GoBack, check_resumable, find_source, find_start
+from .resume.publish import Target, check_dtype, check_target, publish
 from .resume.saver import Saver, check_can_be_saved, export_model
 from .resume.weights import frozen_advice, leaves_out
 
 if TYPE_CHECKING:
+    import torch
+
     from .loops.train import TrainLoop
     from .run import Run
 
@@ -135,6 +138,15 @@ class Checkpoints:
         self._parts.set_up()
         self.start_evaluation()
         return export_model(self._run, local_folder(folder), options)
+
+    def publish(self, target: Target, dtype: str | torch.dtype | None) -> Any:
+        """See ``FlexibleRunner.publish``."""
+        check_target(target)
+        kind = check_dtype(dtype)
+        meet(self._run.strategy, "publish()")
+        self._parts.set_up()
+        self.start_evaluation()
+        return publish(self._run, target, kind)
 
     def _load_left_out(self, path: str | Path) -> None:
         """Load the base of a checkpoint that was saved without its frozen parameters, if load_from gives one."""
