@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from flextrain import ConfigError
@@ -64,15 +65,14 @@ class EngineTarget:
         version = published(told["folder"])
         assert version is not None  # it was written a moment ago
         begin = time.perf_counter()
-        paused: list[Server] = []
-        try:
-            for server in self.servers:
+        for number, server in enumerate(self.servers, 1):
+            try:
                 self.pause(server)
-                paused.append(server)
-        except PublishError:
-            for server in paused:  # they have their old weights
-                self.resume(server)
-            raise
+            except PublishError:
+                for asked in self.servers[:number]:  # they have their old weights; an answer may have been lost
+                    with suppress(PublishError):
+                        self.resume(asked)
+                raise
         failed = [reason for server in self.servers if (reason := self._loaded(server, version))]
         told["paused_s"] = time.perf_counter() - begin
         if failed:

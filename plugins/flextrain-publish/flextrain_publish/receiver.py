@@ -36,6 +36,7 @@ class Receiver:
         self.sums: dict[str, str] = {}
         self.is_paused = False
         self._load, self._pause, self._resume = load, pause, resume
+        self._broken = False
         self._next: int | None = None
         self._pending: dict[str, Tensor] = {}
         self._pending_sums: dict[str, str] = {}
@@ -63,6 +64,8 @@ class Receiver:
             return 200, {"version": self.version, **({"tensors": self.sums} if path == "/weights" else {})}
 
     def _pauses(self, paused: bool) -> None:
+        if self._broken and not paused:
+            raise PublishError(f"a version after {self.version} was not loaded as a whole; publish another one")
         if (call := self._pause if paused else self._resume) is not None:
             call()
         self.is_paused = paused
@@ -103,7 +106,12 @@ class Receiver:
                 raise PublishError(f"version {self._next}: {name} did not come")
         if strays := self._pending_sums.keys() - wanted.keys():
             raise PublishError(f"version {self._next}: {min(strays)} came, and is none of its tensors")
-        self._load(self._pending)
+        try:
+            self._load(self._pending)
+        except Exception as error:
+            self.sums, self._broken = {}, True  # the next version comes whole
+            raise PublishError(f"version {self._next}: could not be loaded, {error!r}; a part of it may be in use") from error
+        self._broken = False
         self.version, self.sums = self._next, dict(wanted)
         self._drop()
 

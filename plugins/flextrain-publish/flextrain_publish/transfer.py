@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Protocol
 
 from safetensors.torch import save
@@ -118,8 +119,11 @@ class HTTPTarget:
         self.server.post("/pause")
         try:
             self.server.post("/finish_weight_update", {"version": number, "tensors": sums})
-        finally:  # whole versions only: it has the new one or the old one
-            self.server.post("/resume")
+        except PublishError:
+            with suppress(PublishError):  # it refuses if it has a part of the new version
+                self.server.post("/resume")
+            raise
+        self.server.post("/resume")
         paused_s = time.perf_counter() - paused
         return {
             "version": number,
