@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .core.base.registry import TRANSFORMS as TRANSFORMS
     from .core.base.registry import VISUALIZERS as VISUALIZERS
     from .core.base.registry import Registry as Registry
+    from .core.checkpoint.export.live_weights import LiveWeights as LiveWeights
     from .core.comm.topology import DataShard as DataShard
     from .core.comm.topology import Topology as Topology
     from .core.comm.topology import gather_with_gradient as gather_with_gradient
@@ -177,6 +178,7 @@ _HOMES = {
     ],
     "core.config_files": ["Config", "ConfigDict", "DictAction", "read_base"],
     "core.device.device": ["DeviceSpec", "register_device"],
+    "core.checkpoint.export.live_weights": ["LiveWeights"],
     "core.base.events": ["append_event", "heartbeat", "read_events"],
     "core.base.errors": [
         "FlexTrainError",

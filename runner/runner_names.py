@@ -398,7 +398,7 @@ class RunnerNames:
     def publish(self, target: Target, *, dtype: str | torch.dtype | None = None) -> Any:
         """Give the whole weights, as they are now, to a target such as an inference engine; a collective, without a checkpoint.
 
-        Rank 0 calls ``target.publish(weights)`` with ``LiveWeights`` of flextrain.core.checkpoint: the tensors, names and files of
+        Rank 0 calls ``target.publish(weights)`` with ``flextrain.LiveWeights``: the tensors, names and files of
         ``export_hugging_face``, or, of a model that is none of transformers, of ``export_weights``. What it reads is gathered one
         tensor at a time. The other processes wait and send what is asked for, at most ``timeout_s`` of the strategy from one
         tensor to the next. Adapters of LoRA are merged. Extra state of modules is not among the weights.

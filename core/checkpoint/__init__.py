@@ -25,20 +25,13 @@ from .weights import MatchReport, match_weights, open_weights, open_weights_toge
 if TYPE_CHECKING:
     from .export.dcp_folder import export_dcp
     from .export.hugging_face import export_hugging_face
-    from .export.live_weights import LiveWeights
     from .export.weights import export_weights
 
-_EXPORTS = {
-    "LiveWeights": "live_weights",
-    "export_dcp": "dcp_folder",
-    "export_hugging_face": "hugging_face",
-    "export_weights": "weights",
-}
+_EXPORTS = {"export_dcp": "dcp_folder", "export_hugging_face": "hugging_face", "export_weights": "weights"}
 
 __all__ = [
     "Checkpoint",
     "FlatShard",
-    "LiveWeights",
     "MatchReport",
     "PendingSave",
     "Staging",

@@ -14,8 +14,8 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from flextrain import CheckpointError, ConfigError, FlexTrainError
-from flextrain.core.checkpoint import LiveWeights, export_weights
+from flextrain import CheckpointError, ConfigError, FlexTrainError, LiveWeights
+from flextrain.core.checkpoint import export_weights
 from flextrain.testing import WorkerGroup
 
 from .folders import model_of, runner_of

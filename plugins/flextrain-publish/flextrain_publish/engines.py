@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from flextrain import ConfigError
-from flextrain.core.checkpoint import LiveWeights
+from flextrain import ConfigError, LiveWeights
 
 from .folder import FolderTarget, Published, published
 from .manifest import PublishError

@@ -21,8 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flextrain import ConfigError
-from flextrain.core.checkpoint import LiveWeights
+from flextrain import ConfigError, LiveWeights
 
 from .manifest import Entry, PublishError, check, entry_of, of_json, to_json
 

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 from safetensors.torch import save
 from torch import Tensor
 
-from flextrain import ConfigError
-from flextrain.core.checkpoint import LiveWeights
+from flextrain import ConfigError, LiveWeights
 
 from .manifest import Entry, PublishError, entry_of
 from .requests import Server
