@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_servers import Engine, served
 from flextrain_publish import (
     FolderTarget,
     HTTPTarget,
@@ -31,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from flextrain import ConfigError, FlexibleRunner
-from flextrain.testing import WorkerGroup
+from flextrain.core.checkpoint import open_weights, reading
 
 
 class Net(nn.Module):
@@ -50,7 +54,8 @@ NAMES = {"first.weight", "first.bias", "second.weight", "second.bias", "count"}
 
 
 def runner_of(work_dir: Path, strategy: Any = "single", **options: Any) -> FlexibleRunner:
-    data = dict(batch_size=2, dataset=TensorDataset(torch.rand(8, 3, generator=torch.Generator().manual_seed(0))))
+    dataset = TensorDataset(torch.rand(8, 3, generator=torch.Generator().manual_seed(0)))
+    data = dict(batch_size=2, dataset=dataset, collate_fn="default_collate")
     return FlexibleRunner(
         model=dict(type=Net),
         work_dir=work_dir,
@@ -65,7 +70,6 @@ def runner_of(work_dir: Path, strategy: Any = "single", **options: Any) -> Flexi
 @pytest.fixture
 def runner(tmp_path: Path) -> Iterator[FlexibleRunner]:
     runner = runner_of(tmp_path / "run")
-    runner.train()
     yield runner
     runner.close()
 
@@ -222,6 +226,89 @@ def test_two_do_not_publish_to_one_folder(tmp_path: Path, runner: FlexibleRunner
     with target._alone(), pytest.raises(PublishError, match="another process publishes there now"):
         runner.publish(FolderTarget(tmp_path))
     assert runner.publish(target)["version"] == 1
+
+
+# Servers on this machine that speak the protocols of engines, with weights in the host's memory
+
+
+Answer = tuple[int, dict[str, Any]]
+
+
+@contextmanager
+def served(handle: Callable[[str, dict[str, Any]], Answer]) -> Iterator[str]:
+    """Context with the URL of a server that answers with what ``handle(path, body)`` returns."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            status, answer = handle(self.path, json.loads(body or b"{}"))
+            text = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class Engine:
+    """What vLLM's and SGLang's servers do with these requests; it computes with ``weights`` unless it is paused.
+
+    Attributes:
+        calls: the requests that it got.
+        fails: path of a request that it answers with an error, once.
+    """
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self.version = "default"
+        self.is_paused = False
+        self.calls: list[str] = []
+        self.fails = ""
+        self.ignores_version = False
+
+    def handle(self, path: str, body: dict[str, Any]) -> Answer:
+        self.calls.append(path)
+        name = path.partition("?")[0]
+        if name == self.fails:
+            self.fails = ""
+            return 500, {"error": "out of memory"}
+        if name in ("/pause", "/pause_generation"):
+            self.is_paused = True
+        elif name in ("/resume", "/continue_generation"):
+            self.is_paused = False
+        elif name == "/collective_rpc":
+            assert body["method"] == "reload_weights"
+            self._load(body["kwargs"]["weights_path"])
+        elif name == "/update_weights_from_disk":
+            self._load(body["model_path"])
+            self.version = self.version if self.ignores_version else body["weight_version"]
+            return 200, {"success": True, "message": "Succeeded to update model weights."}
+        elif name == "/model_info":
+            return 200, {"weight_version": self.version}
+        elif name != "/reset_prefix_cache":
+            return 404, {"error": path}
+        return 200, {}
+
+    def _load(self, folder: str) -> None:
+        assert self.is_paused
+        found = published(folder)
+        assert found is not None
+        assert str(found.folder) == folder
+        self.weights = dict(found.read())
 
 
 # Engines that load from the folder
@@ -455,21 +542,47 @@ def test_mistakes(make: Any, says: str) -> None:
         make()
 
 
-def trained(work_dir: Path, strategy: Any) -> Any:
-    hook = PublishHook(dict(type="folder", path=work_dir / "out"), interval=2)
-    runner = runner_of(work_dir / "run", strategy, custom_hooks=[hook])
-    runner.train()
-    runner.close()
-    return hook.told
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from flextrain import FlexibleRunner
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 7)
+
+    def forward(self, inputs):
+        return {"loss": self.second(self.first(inputs)).square().mean()}
+
+
+runner = FlexibleRunner(
+    model=dict(type=Net),
+    work_dir=sys.argv[1],
+    strategy="fsdp",
+    train_dataloader=dict(batch_size=2, dataset=TensorDataset(torch.rand(8, 3)), collate_fn="default_collate"),
+    optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
+    train_cfg=dict(by_epoch=True, max_epochs=1),
+    default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1)),
+    custom_hooks=[dict(type="flextrain_publish:PublishHook", target=dict(type="folder", path=sys.argv[1] + "/out"))],
+)
+runner.train()
+runner.close()
+"""
 
 
 @pytest.mark.processes
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_processes_publish_together(tmp_path: Path, strategy: str) -> None:
-    with WorkerGroup(2, 300.0, imports=[__name__]) as group:
-        first, second = group.run(trained, tmp_path, strategy)
-    assert first == second
-    found = dict(current(tmp_path / "out").read())
-    assert found.keys() == NAMES
-    assert found["first.weight"].shape == (4, 3)
+def test_processes_publish_together(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    subprocess.run([*command, str(tmp_path / "run")], check=True, timeout=600)
+    found = dict(current(tmp_path / "run" / "out").read())
+    saved = open_weights(tmp_path / "run" / "epoch_1")
+    with reading(saved) as reader:
+        check_equal(found, {key.removeprefix("model."): reader.read(key) for key in saved.tensors if key.startswith("model.")})
+    assert current(tmp_path / "run" / "out").version == 2
