@@ -34,7 +34,7 @@ from flextrain_publish.requests import Server
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from flextrain import ConfigError, FlexibleRunner
+from flextrain import ConfigError, FlexibleRunner, LiveWeights
 from flextrain.core.checkpoint import open_weights, reading
 
 
@@ -67,9 +67,15 @@ def runner_of(work_dir: Path, strategy: Any = "single", **options: Any) -> Flexi
     )
 
 
+class Looking:
+    def publish(self, weights: LiveWeights) -> None:
+        assert {one.name for one in weights.metadata()} == NAMES
+
+
 @pytest.fixture
 def runner(tmp_path: Path) -> Iterator[FlexibleRunner]:
     runner = runner_of(tmp_path / "run")
+    runner.publish(Looking())  # the model is built at the first call
     yield runner
     runner.close()
 
@@ -433,6 +439,7 @@ def test_a_sender_that_stops_leaves_the_version_before(tmp_path: Path, runner: F
         expected = model_of(runner)
         set_all(runner, 2.0, "first")
         server = Server(url)
+        server.post("/pause")
         server.post("/start_weight_update", {"version": 2})
         sums = dict(holder.receiver.sums)
         with pytest.raises(PublishError, match=r"version 2: second\.bias did not come"):
