@@ -68,6 +68,4 @@ def publish(run: Run, target: Target, dtype: torch.dtype | None) -> Any:
         with live_weights(source, dtype) as weights:
             return target.publish(weights)
 
-    return read_on_rank_0(
-        type(target).__name__, state, values, use, timeout_s=float(strategy.config.timeout_s)
-    )
+    return read_on_rank_0(type(target).__name__, state, values, use, timeout_s=float(strategy.config.timeout_s))

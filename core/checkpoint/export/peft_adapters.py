@@ -157,8 +157,9 @@ def merged(
         values[_ALIASES] = aliases
         values["meta"] = _of_the_base(values.get("meta"))
         by_key = {f"{MODEL}{each.name}": each for each in plan}
-        infos = {key: TensorInfo(weights.info(each.base).shape, weights.info(each.base).dtype) for key, each in by_key.items()}
-        yield computed(source.path, infos, values, lambda key: by_key[key].value(weights))
+        infos = {key: weights.info(each.base) for key, each in by_key.items()}
+        tensors = {key: TensorInfo(info.shape, info.dtype) for key, info in infos.items()}
+        yield computed(source.path, tensors, values, lambda key: by_key[key].value(weights))
 
 
 def _of_the_base(meta: Any) -> Any:

@@ -107,7 +107,9 @@ class FolderTarget:
         ConfigError: ``keep`` is below 1.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, keep: int = 2, size: int | str = "1GB", verify: bool = True) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, keep: int = 2, size: int | str = "1GB", verify: bool = True
+    ) -> None:
         if keep < 1:
             raise ConfigError(f"FolderTarget.keep: {keep} is not allowed, give 1 or more")
         self.path, self.keep, self.size, self.verify = Path(path).absolute(), keep, size, verify
@@ -175,7 +177,7 @@ class FolderTarget:
             entries = {name: entry_of(name, tensor, file) for name, tensor in tensors.items()}
             found |= entries
             if before is not None and entries == {n: e for n, e in before.tensors.items() if e.file == file}:
-                _share(before.folder / file, folder / file)
+                _link(before.folder / file, folder / file)
             else:
                 save_file(tensors, folder / file, {"format": "pt"})
                 written += sum(one.nbytes for one in bucket)
@@ -203,7 +205,7 @@ class FolderTarget:
             yield
 
 
-def _share(old: Path, new: Path) -> None:
+def _link(old: Path, new: Path) -> None:
     try:
         os.link(old, new)
     except OSError:  # some file systems have no hard links
