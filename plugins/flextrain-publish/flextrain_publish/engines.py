@@ -112,7 +112,9 @@ class VLLMTarget(EngineTarget):
         more: see ``EngineTarget``.
     """
 
-    def __init__(self, urls: str | Sequence[str], path: str | os.PathLike[str], *, mode: str = "wait", **more: Any) -> None:
+    def __init__(
+        self, urls: str | Sequence[str], path: str | os.PathLike[str], *, mode: str = "wait", **more: Any
+    ) -> None:
         super().__init__(urls, path, **more)
         self.mode = _one_of("mode", mode, ("wait", "abort", "keep"))
 
@@ -136,7 +138,9 @@ class SGLangTarget(EngineTarget):
         more: see ``EngineTarget``.
     """
 
-    def __init__(self, urls: str | Sequence[str], path: str | os.PathLike[str], *, mode: str = "abort", **more: Any) -> None:
+    def __init__(
+        self, urls: str | Sequence[str], path: str | os.PathLike[str], *, mode: str = "abort", **more: Any
+    ) -> None:
         super().__init__(urls, path, **more)
         # "in_place" keeps what is cached of the old weights, and the cache cannot be flushed.
         self.mode = _one_of("mode", mode, ("abort", "retract"))

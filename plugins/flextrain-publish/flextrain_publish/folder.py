@@ -54,7 +54,9 @@ class Published:
                 with safe_open(self.folder / file, "pt") as opened:
                     names = {name for name, entry in self.tensors.items() if entry.file == file}
                     if differing := names.symmetric_difference(opened.keys()):
-                        raise PublishError(f"{self.folder / file}: {min(differing)} is in it or in {MANIFEST}, not in both")
+                        raise PublishError(
+                            f"{self.folder / file}: {min(differing)} is in it or in {MANIFEST}, not in both"
+                        )
                     for name in sorted(names):
                         tensor = opened.get_tensor(name)
                         check(name, tensor, self.tensors[name], self.folder / file)

@@ -12,7 +12,7 @@ from .engines import SGLangTarget, VLLMTarget
 from .folder import FolderTarget
 from .transfer import HTTPTarget
 
-_TARGETS = {"folder": FolderTarget, "vllm": VLLMTarget, "sglang": SGLangTarget, "http": HTTPTarget}
+_TARGETS: dict[str, Any] = {"folder": FolderTarget, "vllm": VLLMTarget, "sglang": SGLangTarget, "http": HTTPTarget}
 
 
 class PublishHook(Hook):

@@ -54,7 +54,8 @@ class TransferTarget:
     def __init__(self, trainer: Callable[[Any], TrainerEngine]) -> None:
         if not callable(trainer):
             raise ConfigError(f"TransferTarget.trainer: {trainer!r} is not allowed, give a function of a source of weights")
-        self._make, self._engine, self._source = trainer, None, _Source()
+        self._make, self._source = trainer, _Source()
+        self._engine: TrainerEngine | None = None
 
     def publish(self, weights: LiveWeights) -> dict[str, Any]:
         """Send all weights; return ``tensors`` and ``seconds``."""
