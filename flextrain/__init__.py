@@ -177,8 +177,8 @@ _HOMES = {
         "VISUALIZERS",
     ],
     "core.config_files": ["Config", "ConfigDict", "DictAction", "read_base"],
-    "core.device.device": ["DeviceSpec", "register_device"],
     "core.checkpoint.export.live_weights": ["LiveWeights"],
+    "core.device.device": ["DeviceSpec", "register_device"],
     "core.base.events": ["append_event", "heartbeat", "read_events"],
     "core.base.errors": [
         "FlexTrainError",

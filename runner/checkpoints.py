@@ -17,7 +17,6 @@ from .options import Resume
 from .parts import Parts
 from .resume import run_state
 from .resume.choose_checkpoint import GoBack, check_resumable, find_source, find_start
-from .resume.publish import Target, check_dtype, check_target, publish
 from .resume.saver import Saver, check_can_be_saved, export_model
 from .resume.weights import frozen_advice, leaves_out
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from .loops.train import TrainLoop
+    from .resume.publish import Target
     from .run import Run
 
 
@@ -141,6 +141,8 @@ class Checkpoints:
 
     def publish(self, target: Target, dtype: str | torch.dtype | None) -> Any:
         """See ``FlexibleRunner.publish``."""
+        from .resume.publish import check_dtype, check_target, publish
+
         check_target(target)
         kind = check_dtype(dtype)
         meet(self._run.strategy, "publish()")

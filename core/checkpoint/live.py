@@ -74,9 +74,16 @@ class _Asking:
         self._keys = list(plan.tensors)
         self._numbers = {key: number for number, key in enumerate(self._keys)}
         self._length = 1 + max((len(tensor.shape) for tensor in plan.tensors.values()), default=0)
+        self._has_ended = False
 
     def read(self, key: str) -> Tensor:
-        """The whole tensor, on the host."""
+        """The whole tensor, on the host.
+
+        Raises:
+            CheckpointError: the others do not wait for questions any more.
+        """
+        if self._has_ended:
+            raise CheckpointError(f"{key}: was asked for too late, the weights of a running model can be read during the call only")
         planned = self._plan.tensors[key]
         found = torch.empty(planned.shape, dtype=DTYPES[planned.dtype], device="cpu")
         own = held_chunks(key, self._own[key]) if key in self._own else {}
@@ -103,6 +110,7 @@ class _Asking:
 
     def end(self) -> None:
         """Tell the others, on rank 0, that nothing more is asked for."""
+        self._has_ended = True
         for rank in range(1, get_world_size()):
             dist.send(self._message(_END), rank, group=self._group)
 

@@ -183,6 +183,8 @@ _PUBLIC = {
     "HistoryBuffer": 'loss = runner.message_hub.get_scalar("train/loss")\nloss.mean(10)',
     "Hook": "class Shout(Hook):\n    def after_train_epoch(self, runner):\n"
     '        runner.logger.info("Epoch %d is done", runner.epoch + 1)',
+    "LiveWeights": "class Norms:\n    def publish(self, weights):\n        return {name: tensor.norm().item() for name, tensor in weights}\n\n\n"
+    "norms = runner.publish(Norms())",
     "MessageHub": 'runner.message_hub.update_scalar("train/temperature", 0.5)',
     "Order": "order = dataset.order_of_pass(seed=0, number=3, shuffle=True)\nindices = order[np.arange(1000, 1032)]",
     "Registry": 'AUGMENTATIONS = Registry("augmentation")\n\n\n@AUGMENTATIONS.register_module()\nclass Flip: ...',

@@ -133,7 +133,7 @@ def write_configuration(
     folder: Path, source: Checkpoint, described: Description, dtype: torch.dtype | None, is_untied: bool
 ) -> list[str]:
     """Write what ``from_pretrained`` reads beside the weights that ``named_weights`` has returned; return the files' names."""
-    return _write_beside(folder, described, _tokenizer(None, described), dtype or _dtype_of(source), is_untied)
+    return _write_beside(folder, described, _own_tokenizer(described), dtype or _dtype_of(source), is_untied)
 
 
 def _write_beside(
@@ -259,11 +259,16 @@ def _tokenizer(given: Any, described: Description) -> list[Path] | Any | None:
     """Files to copy, or an object that saves itself; None if there is no tokenizer."""
     if given is not None:
         return _given_tokenizer(given)
-    folder = Path(described.folder) if described.folder else None
-    files = list(tokenizer_files(folder)) if folder is not None and folder.is_dir() else []
+    files = _own_tokenizer(described)
     if not files:
         _logger.info("No tokenizer is known for the export; tokenizer= (--tokenizer FOLDER) adds its files")
     return files or None
+
+
+def _own_tokenizer(described: Description) -> list[Path]:
+    """The files of the tokenizer in the folder that the model was built from."""
+    folder = Path(described.folder) if described.folder else None
+    return list(tokenizer_files(folder)) if folder is not None and folder.is_dir() else []
 
 
 def _untied(

@@ -23,7 +23,14 @@ class LiveWeights:
 
     A model of transformers has the names and tensors of ``export_hugging_face``, another one those of ``export_weights``; adapters
     of LoRA are merged into their base. It is a ``WeightSource`` as vLLM's weight transfer takes one: ``metadata()``, and iteration,
-    of which each is a new pass.
+    of which each is a new pass. It can be read until ``publish`` of the target returns, by one thread.
+
+    Args:
+        reader: of the running model's tensors.
+        weights: what is read, in order.
+        described: the model of transformers; None: it is another one.
+        dtype: of floating-point tensors; None: their own.
+        is_untied: whether ``weights`` have other values under two names that the configuration ties.
     """
 
     def __init__(

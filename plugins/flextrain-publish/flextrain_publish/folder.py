@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -50,9 +50,9 @@ class Published:
             PublishError: a tensor is not what was published, or a file has other tensors than the manifest.
         """
         for file in sorted({entry.file for entry in self.tensors.values()}):
+            names = {name for name, entry in self.tensors.items() if entry.file == file}
             try:
                 with safe_open(self.folder / file, "pt") as opened:
-                    names = {name for name, entry in self.tensors.items() if entry.file == file}
                     if differing := names.symmetric_difference(opened.keys()):
                         raise PublishError(
                             f"{self.folder / file}: {min(differing)} is in it or in {MANIFEST}, not in both"
@@ -61,9 +61,7 @@ class Published:
                         tensor = opened.get_tensor(name)
                         check(name, tensor, self.tensors[name], self.folder / file)
                         yield name, tensor
-            except PublishError:
-                raise
-            except Exception as error:  # safetensors has no class of its own for every fault
+            except (OSError, SafetensorError) as error:
                 raise PublishError(f"{self.folder / file}: cannot be read, {error}") from None
 
     def check(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Protocol
 
+import torch
 from safetensors.torch import save
 from torch import Tensor
 
@@ -29,11 +30,14 @@ class _Source:
 
     now: LiveWeights | None = None
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
     def metadata(self) -> list[Any]:
         return self._weights().metadata()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._weights())
+        return ((name, tensor.to(self._device)) for name, tensor in self._weights())
 
     def _weights(self) -> LiveWeights:
         if self.now is None:
@@ -49,12 +53,15 @@ class TransferTarget:
     Args:
         trainer: called with a ``WeightSource`` on rank 0, which is the sender; returns an object with ``send_weights()``. With
             vLLM: ``lambda source: WeightTransferTrainerFactory.trainer_init(config, init_info, client=client, source=source)``.
+        device: where the engine takes tensors, one at a time; default: the accelerator, as NCCL needs it, or the CPU if there is none.
     """
 
-    def __init__(self, trainer: Callable[[Any], TrainerEngine]) -> None:
+    def __init__(self, trainer: Callable[[Any], TrainerEngine], device: str | torch.device | None = None) -> None:
         if not callable(trainer):
             raise ConfigError(f"TransferTarget.trainer: {trainer!r} is not allowed, give a function of a source of weights")
-        self._make, self._source = trainer, _Source()
+        if device is None:
+            device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        self._make, self._source = trainer, _Source(torch.device(device or "cpu"))
         self._engine: TrainerEngine | None = None
 
     def publish(self, weights: LiveWeights) -> dict[str, Any]:
@@ -78,7 +85,7 @@ class HTTPTarget:
 
     Args:
         url: of the server.
-        size: bytes of tensors in one call, and of what is gathered in memory; a larger tensor has a call of its own.
+        size: bytes of tensors in one call, of which rank 0 needs five times as much memory; a larger tensor has a call of its own.
         timeout_s: seconds that one answer may take.
         headers: sent with every request.
     """
@@ -102,7 +109,10 @@ class HTTPTarget:
         """
         begin = time.perf_counter()
         has = self.server.get("/weights")
-        known, number = dict(has["tensors"]), int(has["version"]) + 1
+        try:
+            known, number = dict(has["tensors"]), int(has["version"]) + 1
+        except (KeyError, TypeError, ValueError):
+            raise PublishError(f"{self.server.url}/weights: answers {str(has)[:100]}, which no Receiver does") from None
         self.server.post("/start_weight_update", {"version": number})
         sums: dict[str, str] = {}
         changed = sent = 0
@@ -116,8 +126,8 @@ class HTTPTarget:
                 changed += len(news)
                 sent += sum(one.nbytes for one in bucket if one.name in news)
         paused = time.perf_counter()
-        self.server.post("/pause")
         try:
+            self.server.post("/pause")
             self.server.post("/finish_weight_update", {"version": number, "tensors": sums})
         except PublishError:
             with suppress(PublishError):  # it refuses if it has a part of the new version
