@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from ..base.errors import CheckpointError
 from ..base.events import heartbeat
 from ..base.tensors import DTYPES
 from ..comm.agreement import told_by_rank_0
@@ -83,7 +84,9 @@ class _Asking:
             CheckpointError: the others do not wait for questions any more.
         """
         if self._has_ended:
-            raise CheckpointError(f"{key}: was asked for too late, the weights of a running model can be read during the call only")
+            raise CheckpointError(
+                f"{key}: was asked for too late, the weights of a running model can be read during the call only"
+            )
         planned = self._plan.tensors[key]
         found = torch.empty(planned.shape, dtype=DTYPES[planned.dtype], device="cpu")
         own = held_chunks(key, self._own[key]) if key in self._own else {}

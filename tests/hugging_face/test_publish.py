@@ -71,7 +71,9 @@ def test_one_device_publishes_what_it_exports(tmp_path: Path, transforms: Any) -
 @pytest.mark.parametrize(
     "count, strategy, transforms",
     [
-        pytest.param(2, dict(type="fsdp", wrap="blocks", exclude_frozen_parameters=True), [LORA], id="fsdp with adapters"),
+        pytest.param(
+            2, dict(type="fsdp", wrap="blocks", exclude_frozen_parameters=True), [LORA], id="fsdp with adapters"
+        ),
         pytest.param(2, "ddp", None, id="ddp", marks=pytest.mark.full),
         pytest.param(2, dict(type="fsdp", wrap="blocks"), None, id="fsdp", marks=pytest.mark.full),
         pytest.param(2, dict(type="mesh", tp=2), [LORA], id="tp2 with adapters", marks=pytest.mark.full),
@@ -108,7 +110,10 @@ def test_a_model_of_the_user_has_its_own_names(tmp_path: Path) -> None:
     runner.publish(Kept(tmp_path / "published"))
     runner.close()
     export_weights(tmp_path / "run" / "iter_2", tmp_path / "exported.safetensors")
-    found, expected = load_file(tmp_path / "published" / "model.safetensors"), load_file(tmp_path / "exported.safetensors")
+    found, expected = (
+        load_file(tmp_path / "published" / "model.safetensors"),
+        load_file(tmp_path / "exported.safetensors"),
+    )
     assert found.keys() == expected.keys() == {"first.weight", "second.weight", "count"}
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 

@@ -191,7 +191,7 @@ class FolderTarget:
         link = self.path / f".{CURRENT}"
         link.unlink(missing_ok=True)
         link.symlink_to(Path(VERSIONS) / folder.name)
-        os.replace(link, self.path / CURRENT)
+        link.replace(self.path / CURRENT)
         _flush(self.path)
 
     @contextmanager

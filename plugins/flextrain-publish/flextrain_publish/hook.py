@@ -62,7 +62,9 @@ class PublishHook(Hook):
 def summary(told: Mapping[str, Any]) -> str:
     """Say in a line what a target has returned."""
     said = f"version {told['version']}, " if "version" in told else ""
-    said += f"{told['changed']} of {told['tensors']} tensors new, " if "changed" in told else f"{told['tensors']} tensors, "
+    said += (
+        f"{told['changed']} of {told['tensors']} tensors new, " if "changed" in told else f"{told['tensors']} tensors, "
+    )
     moved = told.get("written_bytes", told.get("sent_bytes"))
     said += f"{moved / 1e6:.1f} MB " if moved is not None else ""
     said += f"in {told['seconds']:.1f} s"

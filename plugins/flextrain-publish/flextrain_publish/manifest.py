@@ -69,7 +69,9 @@ def check(name: str, tensor: Tensor, entry: Entry, where: object) -> None:
 
 def to_json(version: int, tensors: Mapping[str, Entry]) -> str:
     """Return a manifest as text."""
-    return json.dumps({"version": version, "tensors": {name: asdict(entry) for name, entry in tensors.items()}}, indent=1)
+    return json.dumps(
+        {"version": version, "tensors": {name: asdict(entry) for name, entry in tensors.items()}}, indent=1
+    )
 
 
 def of_json(value: Any, where: object) -> tuple[int, dict[str, Entry]]:

@@ -82,9 +82,7 @@ class Receiver:
         info = body.get("update_info")
         try:
             columns = [info[key] for key in ("names", "dtype_names", "shapes", "sha256")]  # type: ignore[index]
-            entries = {
-                str(n): Entry(str(d), tuple(map(int, s)), str(c)) for n, d, s, c in zip(*columns, strict=True)
-            }
+            entries = {str(n): Entry(str(d), tuple(map(int, s)), str(c)) for n, d, s, c in zip(*columns, strict=True)}
             tensors = load(base64.b64decode(info["safetensors"], validate=True))  # type: ignore[index]
         except (KeyError, TypeError, ValueError, binascii.Error, SafetensorError) as error:
             raise PublishError(f"version {self._next}: cannot be read, {error!r}") from None
@@ -110,7 +108,9 @@ class Receiver:
             self._load(self._pending)
         except Exception as error:
             self.sums, self._broken = {}, True  # the next version comes whole
-            raise PublishError(f"version {self._next}: could not be loaded, {error!r}; a part of it may be in use") from error
+            raise PublishError(
+                f"version {self._next}: could not be loaded, {error!r}; a part of it may be in use"
+            ) from error
         self._broken = False
         self.version, self.sums = self._next, dict(wanted)
         self._drop()

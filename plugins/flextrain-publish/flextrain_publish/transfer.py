@@ -58,7 +58,9 @@ class TransferTarget:
 
     def __init__(self, trainer: Callable[[Any], TrainerEngine], device: str | torch.device | None = None) -> None:
         if not callable(trainer):
-            raise ConfigError(f"TransferTarget.trainer: {trainer!r} is not allowed, give a function of a source of weights")
+            raise ConfigError(
+                f"TransferTarget.trainer: {trainer!r} is not allowed, give a function of a source of weights"
+            )
         if device is None:
             device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         self._make, self._source = trainer, _Source(torch.device(device or "cpu"))

@@ -152,7 +152,7 @@ def test_a_process_that_is_killed_leaves_the_version_before(
             if when != "in the second file" or count == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        owner, name = {"before the version": (Path, "rename"), "before the link": (os, "replace")}.get(
+        owner, name = {"before the version": (Path, "rename"), "before the link": (Path, "replace")}.get(
             when, (folders, "save_file")
         )
         monkeypatch.setattr(owner, name, dies)
@@ -254,7 +254,7 @@ def served(handle: Callable[[str, dict[str, Any]], Answer]) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(text)
 
-        do_POST = do_GET
+        do_POST = do_GET  # noqa: N815
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -338,7 +338,8 @@ def test_engines_load_a_version_while_they_are_paused(tmp_path: Path, runner: Fl
 
 
 @pytest.mark.parametrize(
-    "kind, fails", [(VLLMTarget, "/collective_rpc"), (SGLangTarget, "/update_weights_from_disk"), (SGLangTarget, "version")]
+    "kind, fails",
+    [(VLLMTarget, "/collective_rpc"), (SGLangTarget, "/update_weights_from_disk"), (SGLangTarget, "version")],
 )
 def test_an_engine_that_has_not_loaded_stays_paused(
     tmp_path: Path, runner: FlexibleRunner, kind: Any, fails: str
@@ -347,7 +348,9 @@ def test_an_engine_that_has_not_loaded_stays_paused(
     engine.fails, engine.ignores_version = fails, fails == "version"
     with served(engine.handle) as url, served(other.handle) as second:
         target = kind([url, second], tmp_path / "out")
-        with pytest.raises(PublishError, match="the engine stays paused, because it may have a part of the new weights"):
+        with pytest.raises(
+            PublishError, match="the engine stays paused, because it may have a part of the new weights"
+        ):
             runner.publish(target)
         assert engine.is_paused
         assert not other.is_paused
@@ -362,7 +365,7 @@ def test_an_engine_that_does_not_pause_goes_on_with_what_it_has(tmp_path: Path, 
     engine, other = Engine(), Engine()
     engine.fails = "/pause"
     with served(other.handle) as first, served(engine.handle) as second:
-        with pytest.raises(PublishError, match="/pause.*: answers 500, .*out of memory"):
+        with pytest.raises(PublishError, match=r"/pause.*: answers 500, .*out of memory"):
             runner.publish(VLLMTarget([first, second], tmp_path / "out"))
         assert not engine.weights
         assert not other.weights
@@ -411,15 +414,15 @@ def test_a_server_gets_what_has_changed(tmp_path: Path, runner: FlexibleRunner) 
         assert (holder.paused, holder.receiver.is_paused) == (2, False)
 
 
-def test_a_wrong_checksum_is_rejected(
-    tmp_path: Path, runner: FlexibleRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_checksum_is_rejected(tmp_path: Path, runner: FlexibleRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     holder = Holder()
     with served(holder.handle) as url:
         runner.publish(HTTPTarget(url, size=60))
         expected = model_of(runner)
         set_all(runner, 2.0)
-        monkeypatch.setattr(transfer, "save", lambda tensors: real({n: t + (n == "second.bias") for n, t in tensors.items()}))
+        monkeypatch.setattr(
+            transfer, "save", lambda tensors: real({n: t + (n == "second.bias") for n, t in tensors.items()})
+        )
         with pytest.raises(PublishError, match=r"answers 409, .*version 2: second\.bias has checksum"):
             runner.publish(HTTPTarget(url, size=60))
         check_equal(holder.weights, expected)
@@ -591,5 +594,7 @@ def test_processes_publish_together(tmp_path: Path) -> None:
     found = dict(current(tmp_path / "run" / "out").read())
     saved = open_weights(tmp_path / "run" / "epoch_1")
     with reading(saved) as reader:
-        check_equal(found, {key.removeprefix("model."): reader.read(key) for key in saved.tensors if key.startswith("model.")})
+        check_equal(
+            found, {key.removeprefix("model."): reader.read(key) for key in saved.tensors if key.startswith("model.")}
+        )
     assert current(tmp_path / "run" / "out").version == 2
