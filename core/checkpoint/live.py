@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,7 +59,9 @@ def read_on_rank_0(
 
     def call() -> T:
         try:
-            return use(computed(Path(name), infos, values, asking.read))
+            result = use(computed(Path(name), infos, values, asking.read))
+            pickle.dumps(result)  # what cannot be sent is an error on every process
+            return result
         finally:
             asking.end()
 

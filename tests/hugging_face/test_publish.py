@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -170,12 +171,26 @@ class Failing:
         return number + 1
 
 
+class Keeping:
+    """Keeps the weights, which nobody can read later, and returns what cannot be sent."""
+
+    def publish(self, weights: LiveWeights) -> Any:
+        self.weights = weights
+        return lambda: None
+
+
 def failed(work_dir: Path) -> tuple[str, int, int]:
     """The error, the count of the next try, and the iterations of the training after it."""
     runner = runner_of(work_dir, dict(type=tiny), strategy=dict(type="fsdp", wrap="blocks"))
     target = Failing()
     with pytest.raises((ConnectionError, FlexTrainError)) as error:
         runner.publish(target)
+    kept = Keeping()
+    with pytest.raises((AttributeError, pickle.PicklingError, FlexTrainError), match="pickle local object"):
+        runner.publish(kept)
+    if runner.rank == 0:
+        with pytest.raises(CheckpointError, match="was asked for too late"):
+            next(iter(kept.weights))
     target.fails = False
     count = runner.publish(target)
     runner.train()

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,14 +173,9 @@ class FolderTarget:
         written = 0
         for number, bucket in enumerate(buckets, 1):
             file = "model.safetensors" if len(buckets) == 1 else f"model-{number:05d}-of-{len(buckets):05d}.safetensors"
-            tensors = {one.name: weights.read(one) for one in bucket}
-            entries = {name: entry_of(name, tensor, file) for name, tensor in tensors.items()}
+            entries, is_new = _write_bucket(weights, bucket, folder / file, before)
             found |= entries
-            if before is not None and entries == {n: e for n, e in before.tensors.items() if e.file == file}:
-                _link(before.folder / file, folder / file)
-            else:
-                save_file(tensors, folder / file, {"format": "pt"})
-                written += sum(one.nbytes for one in bucket)
+            written += is_new * sum(one.nbytes for one in bucket)
         if len(buckets) > 1:
             total = sum(one.nbytes for bucket in buckets for one in bucket)
             index = {"metadata": {"total_size": total}, "weight_map": {name: one.file for name, one in found.items()}}
@@ -203,6 +198,19 @@ class FolderTarget:
             except OSError:
                 raise PublishError(f"{self.path}: another process publishes there now, give another folder") from None
             yield
+
+
+def _write_bucket(
+    weights: LiveWeights, bucket: Sequence[Any], path: Path, before: Published | None
+) -> tuple[dict[str, Entry], bool]:
+    """Write a file, or share that of the version before; return its tensors, and whether it is new. It keeps none in memory."""
+    tensors = {one.name: weights.read(one) for one in bucket}
+    entries = {name: entry_of(name, tensor, path.name) for name, tensor in tensors.items()}
+    if before is not None and entries == {n: e for n, e in before.tensors.items() if e.file == path.name}:
+        _link(before.folder / path.name, path)
+        return entries, False
+    save_file(tensors, path, {"format": "pt"})
+    return entries, True
 
 
 def _link(old: Path, new: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -119,14 +119,10 @@ class HTTPTarget:
         sums: dict[str, str] = {}
         changed = sent = 0
         for bucket in weights.buckets(self.size):
-            tensors = {one.name: weights.read(one) for one in bucket}
-            entries = {name: entry_of(name, tensor) for name, tensor in tensors.items()}
-            sums |= {name: entry.sha256 for name, entry in entries.items()}
-            news = {name: entry for name, entry in entries.items() if known.get(name) != entry.sha256}
-            if news:
-                self.server.post("/update_weights", {"update_info": _packed({n: tensors[n] for n in news}, news)})
-                changed += len(news)
-                sent += sum(one.nbytes for one in bucket if one.name in news)
+            found = self._send(weights, bucket, known)
+            sums |= found
+            news = [one.nbytes for one in bucket if known.get(one.name) != found[one.name]]
+            changed, sent = changed + len(news), sent + sum(news)
         paused = time.perf_counter()
         try:
             self.server.post("/pause")
@@ -145,6 +141,15 @@ class HTTPTarget:
             "seconds": time.perf_counter() - begin,
             "paused_s": paused_s,
         }
+
+    def _send(self, weights: LiveWeights, bucket: Sequence[Any], known: Mapping[str, str]) -> dict[str, str]:
+        """Send the tensors of a bucket with another checksum than the known one; return all checksums. It keeps no tensor."""
+        tensors = {one.name: weights.read(one) for one in bucket}
+        entries = {name: entry_of(name, tensor) for name, tensor in tensors.items()}
+        news = {name: entry for name, entry in entries.items() if known.get(name) != entry.sha256}
+        if news:
+            self.server.post("/update_weights", {"update_info": _packed({name: tensors[name] for name in news}, news)})
+        return {name: entry.sha256 for name, entry in entries.items()}
 
 
 def _packed(tensors: dict[str, Tensor], entries: dict[str, Entry]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -234,6 +235,32 @@ def test_two_do_not_publish_to_one_folder(tmp_path: Path, runner: FlexibleRunner
     assert runner.publish(target)["version"] == 1
 
 
+@pytest.mark.parametrize("kind", ["folder", "http"])
+def test_one_bucket_is_in_memory(
+    tmp_path: Path, runner: FlexibleRunner, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    held: list[int] = []
+    most = 0
+
+    def counted(self: LiveWeights, weight: Any) -> Tensor:
+        nonlocal most
+        tensor = real_read(self, weight)
+        held.append(tensor.nbytes)
+        weakref.finalize(tensor, held.remove, tensor.nbytes)
+        most = max(most, sum(held))
+        return tensor
+
+    monkeypatch.setattr(LiveWeights, "read", counted)
+    with served(Holder().handle) as url:
+        target = FolderTarget(tmp_path / "out", size=100) if kind == "folder" else HTTPTarget(url, size=100)
+        assert runner.publish(target)["tensors"] == 5
+    assert not held
+    assert max(one.nbytes for one in model_of(runner).values()) < most <= 100
+
+
+real_read = LiveWeights.read
+
+
 # Servers on this machine that speak the protocols of engines, with weights in the host's memory
 
 
@@ -414,6 +441,27 @@ def test_a_server_gets_what_has_changed(tmp_path: Path, runner: FlexibleRunner) 
         assert (holder.paused, holder.receiver.is_paused) == (2, False)
 
 
+def test_a_server_whose_pause_fails_goes_on_with_what_it_has(runner: FlexibleRunner) -> None:
+    holder = Holder()
+    refused: list[str] = []
+
+    def handle(path: str, body: dict[str, Any]) -> Answer:
+        if path == "/pause" and not refused:
+            refused.append(path)
+            holder.handle(path, body)  # it pauses, and the answer is lost
+            return 500, {}
+        return holder.handle(path, body)
+
+    with served(handle) as url:
+        with pytest.raises(PublishError, match="/pause: answers 500"):
+            runner.publish(HTTPTarget(url))
+        assert (holder.receiver.is_paused, holder.receiver.version, holder.weights) == (False, 0, {})
+        assert runner.publish(HTTPTarget(url))["version"] == 1
+    with served(lambda path, body: (200, {"tensors": {}})) as url:
+        with pytest.raises(PublishError, match="/weights: answers .*, which no Receiver does"):
+            runner.publish(HTTPTarget(url))
+
+
 def test_a_wrong_checksum_is_rejected(tmp_path: Path, runner: FlexibleRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     holder = Holder()
     with served(holder.handle) as url:
@@ -531,6 +579,20 @@ def test_the_hook_publishes_on_its_interval(tmp_path: Path) -> None:
     assert hook.told["changed"] == 2  # what is frozen is not new
     assert runner.message_hub.get_scalar("train/publish_seconds").current() > 0
     runner.close()
+
+
+def test_two_targets(tmp_path: Path) -> None:
+    holder = Holder()
+    with served(holder.handle) as url:
+        hooks = [
+            PublishHook(dict(type="folder", path=tmp_path / "out")),
+            PublishHook(dict(type="http", url=url), interval=2),
+        ]
+        runner = runner_of(tmp_path / "run", custom_hooks=hooks)
+        runner.train()
+        assert (current(tmp_path / "out").version, holder.receiver.version) == (4, 2)
+        check_equal(dict(current(tmp_path / "out").read()), holder.weights)
+        runner.close()
 
 
 @pytest.mark.parametrize(
