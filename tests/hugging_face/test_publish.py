@@ -19,7 +19,7 @@ from flextrain import CheckpointError, ConfigError, FlexTrainError, LiveWeights
 from flextrain.core.checkpoint import export_weights
 from flextrain.testing import WorkerGroup
 
-from .folders import model_of, runner_of
+from .folders import model_of, runner_of, tokens
 from .test_export import loaded
 
 LORA = dict(type="LoRA", r=4, target_modules=["q_proj", "v_proj"])
@@ -50,8 +50,17 @@ def published(work_dir: Path, strategy: Any, model: Any = tiny, transforms: Any 
     runner.train()
     told = runner.publish(Kept(work_dir / "published"))
     runner.export_hugging_face(work_dir / "live")
+    if strategy == "single":
+        torch.save(logits_of(runner.strategy.module), work_dir / "logits.pt")
     runner.close()
     return told
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    ids = torch.stack([sample["input_ids"] for sample in tokens(4)])
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=ids).logits
+    return found
 
 
 def check_like_the_export(work_dir: Path, told: list[tuple[str, tuple[int, ...], str]]) -> None:
@@ -66,6 +75,7 @@ def check_like_the_export(work_dir: Path, told: list[tuple[str, tuple[int, ...],
 @pytest.mark.parametrize("transforms", [None, pytest.param([LORA], id="adapters")])
 def test_one_device_publishes_what_it_exports(tmp_path: Path, transforms: Any) -> None:
     check_like_the_export(tmp_path, published(tmp_path, "single", partial(tiny, tie_word_embeddings=True), transforms))
+    torch.testing.assert_close(logits_of(loaded(tmp_path / "published")), torch.load(tmp_path / "logits.pt"))
 
 
 @pytest.mark.distributed

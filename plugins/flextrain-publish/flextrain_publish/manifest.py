@@ -43,7 +43,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def digest(tensor: Tensor) -> str:
     """Return the SHA-256 of a tensor's bytes, in C order; hexadecimal."""
     flat = tensor.detach().cpu().contiguous().view(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
 def entry_of(name: str, tensor: Tensor, file: str = "") -> Entry:

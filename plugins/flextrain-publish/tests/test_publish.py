@@ -414,7 +414,7 @@ class Holder:
         self.weights: dict[str, Tensor] = {}
         self.paused = 0
         self.receiver = Receiver(self.weights.update, pause=self._pause)
-        self.bytes: list[int] = []
+        self.came: list[list[str]] = []
 
     def _pause(self) -> None:
         self.paused += 1
@@ -422,6 +422,8 @@ class Holder:
     def handle(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if path == "/finish_weight_update":
             assert self.receiver.is_paused
+        if path == "/update_weights":
+            self.came.append(body["update_info"]["names"])
         return self.receiver.handle(path, body)
 
 
@@ -437,6 +439,8 @@ def test_a_server_gets_what_has_changed(tmp_path: Path, runner: FlexibleRunner) 
         second = runner.publish(HTTPTarget(url, size=60))
         assert (second["version"], second["changed"], second["sent_bytes"]) == (2, 1, 20)
         assert second["paused_s"] > 0
+        assert holder.came[-1] == ["second.bias"]
+        assert sum(map(len, holder.came)) == 6
         check_equal(holder.weights, model_of(runner))
         assert (holder.paused, holder.receiver.is_paused) == (2, False)
 
