@@ -396,7 +396,7 @@ class RunnerNames:
         return self._checkpoints.export_hugging_face(folder, options)
 
     def publish(self, target: Target, *, dtype: str | torch.dtype | None = None) -> Any:
-        """Give the whole weights, as they are now, to a target such as an inference engine; a collective, without a checkpoint.
+        """Give the whole weights, as they are now, to a target such as an inference engine; a collective, between two updates.
 
         Rank 0 calls ``target.publish(weights)`` with ``flextrain.LiveWeights``: the tensors, names and files of
         ``export_hugging_face``, or, of a model that is none of transformers, of ``export_weights``. What it reads is gathered one
@@ -412,7 +412,8 @@ class RunnerNames:
 
         Raises:
             ConfigError: the target has no such method, or the dtype is unknown.
-            CheckpointError: the weights do not make up the model, or adapters cannot be merged.
+            CheckpointError: the weights do not make up the model or are quantised, adapters cannot be merged, or it is called in a
+                forward of a model whose parameters are then elsewhere.
             FlexTrainError: on every process, if ``target.publish`` raises on rank 0; that one gets its own error.
         """
         return self._checkpoints.publish(target, dtype)

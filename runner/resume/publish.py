@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import Tensor
 
-from ...core.base.errors import ConfigError, one_of
-from ...core.base.tensors import dtype_name
-from ...core.comm.agreement import gather_differing
+from ...core.base.errors import CheckpointError, ConfigError, one_of
+from ...core.base.tensors import dtype_name, is_quantised
+from ...core.checkpoint.chunks import is_ordinary
+from ...core.comm.agreement import gather_differing, raising_together
 from ...core.device.precision import to_dtype
 from ...core.hugging_face.pretrained import META_KEY
 from ...strategies.parts import aliases, state_left_out
@@ -47,6 +50,19 @@ def check_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
     return kind
 
 
+def _check_values(state: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError if a tensor has no values to read."""
+    for key, value in state.items():
+        name = key.removeprefix(_MODEL)
+        if is_quantised(value):
+            raise CheckpointError(
+                f"{name}: is quantised ({type(value).__name__}), and quantised weights cannot be published"
+            )
+        # In a forward FSDP has freed what other blocks need.
+        if is_ordinary(value) and value.numel() and not value.untyped_storage().nbytes():
+            raise CheckpointError(f"{name}: has no values now, call publish() between two updates, not inside of one")
+
+
 def publish(run: Run, target: Target, dtype: torch.dtype | None) -> Any:
     """Call ``target.publish`` on rank 0; return its result on every process. A collective."""
     from ...core.checkpoint.export.live_weights import live_weights
@@ -55,6 +71,8 @@ def publish(run: Run, target: Target, dtype: torch.dtype | None) -> Any:
 
     strategy = run.strategy
     state = {key: value for key, value in strategy.state().items() if key.startswith(_MODEL)} | state_left_out(strategy)
+    with raising_together():
+        _check_values(state)
     found = adapter_configurations(strategy.module)
     # Stages of a pipeline have different layers.
     adapted = [one for one in gather_differing([found, transposed_layers(strategy.module) if found else []]) if one[0]]

@@ -163,6 +163,17 @@ def test_what_takes_no_weights_is_refused(tmp_path: Path) -> None:
     runner.close()
 
 
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    transforms = [dict(type="Quantize", config="Int8WeightOnlyConfig", but=["lm_head"]), LORA]
+    runner = runner_of(tmp_path, dict(type=tiny), transforms=transforms, default_hooks=dict(checkpoint=None))
+    with pytest.raises(
+        CheckpointError, match=r"q_proj.*weight: is quantised \(Int8Tensor\), and quantised weights cannot"
+    ):
+        runner.publish(Asking())
+    runner.close()
+
+
 class Sized:
     def publish(self, weights: LiveWeights) -> None:
         weights.buckets("much")
@@ -207,6 +218,35 @@ def failed(work_dir: Path) -> tuple[str, int, int]:
     done = runner.iter
     runner.close()
     return f"{type(error.value).__name__}: {error.value}", count, done
+
+
+class Inside(nn.Module):
+    """Publishes in its forward, when FSDP has freed its first layer again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Embedding(96, 8)), nn.Linear(8, 96)
+        self.publish: Callable[[], None] = lambda: None
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        found = self.first(input_ids)
+        self.publish()
+        return {"loss": self.second(found).square().mean()}
+
+
+def published_in_forward(work_dir: Path) -> None:
+    runner = runner_of(work_dir, dict(type=Inside), strategy=dict(type="fsdp", wrap=["Sequential"]))
+    runner.publish(Asking())
+    runner.strategy.module.publish = lambda: runner.publish(Asking())
+    with pytest.raises(CheckpointError, match=r"weight: has no values now, call publish\(\) between two updates"):
+        runner.train()
+    runner.close()
+
+
+@pytest.mark.distributed
+@pytest.mark.full
+def test_publishing_in_a_forward_is_refused(workers2: WorkerGroup, tmp_path: Path) -> None:
+    workers2.run(published_in_forward, tmp_path)
 
 
 @pytest.mark.distributed

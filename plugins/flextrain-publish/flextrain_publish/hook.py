@@ -33,8 +33,9 @@ class PublishHook(Hook):
     priority = "VERY_LOW"  # the averages and checks of other hooks come before
 
     def __init__(self, target: Any, interval: int = 1, dtype: str | None = None) -> None:
-        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-            raise ConfigError(f"PublishHook.interval: {interval} is not allowed, give 1 or more")
+        given: object = interval  # a configuration may have anything
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            raise ConfigError(f"PublishHook.interval: {interval!r} is not allowed, give 1 or more")
         self.target, self.interval, self.dtype = _built(target), interval, dtype
         self.told: dict[str, Any] | None = None
         """What the target has returned of the newest version; None: none was published."""

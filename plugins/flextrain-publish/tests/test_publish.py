@@ -457,13 +457,15 @@ def test_a_server_whose_pause_fails_goes_on_with_what_it_has(runner: FlexibleRun
         return holder.handle(path, body)
 
     with served(handle) as url:
-        with pytest.raises(PublishError, match="/pause: answers 500"):
+        with pytest.raises(PublishError, match=r"/pause: answers 500"):
             runner.publish(HTTPTarget(url))
         assert (holder.receiver.is_paused, holder.receiver.version, holder.weights) == (False, 0, {})
         assert runner.publish(HTTPTarget(url))["version"] == 1
-    with served(lambda path, body: (200, {"tensors": {}})) as url:
-        with pytest.raises(PublishError, match="/weights: answers .*, which no Receiver does"):
-            runner.publish(HTTPTarget(url))
+    with (
+        served(lambda path, body: (200, {"tensors": {}})) as url,
+        pytest.raises(PublishError, match=r"/weights: answers .*, which no Receiver does"),
+    ):
+        runner.publish(HTTPTarget(url))
 
 
 def test_a_wrong_checksum_is_rejected(tmp_path: Path, runner: FlexibleRunner, monkeypatch: pytest.MonkeyPatch) -> None:
