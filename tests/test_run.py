@@ -35,7 +35,7 @@ from flextrain.core.base.events import (
     read_progress,
 )
 from flextrain.core.torch_compat.torch_private import watched_agent
-from flextrain.elastic.command_line import DEFAULT_RESTARTS, OPTIONS, read_options
+from flextrain.elastic.command_line import DEFAULT_RESTARTS, OPTIONS, OWN, read_options
 from flextrain.elastic.launching import Supervisor, _parsed, summary
 from flextrain.elastic.starts import Fault, History, failure_elsewhere, failure_of
 
@@ -99,7 +99,7 @@ def test_options_are_torchrun_s(script: str) -> None:
         "--log-line-prefix-template",
         "--event-log-handler",
     }
-    assert OPTIONS.keys() - newer - {"--work-dir"} <= known
+    assert OPTIONS.keys() - newer - set(OWN) <= known
     parsed = get_args_parser().parse_args(read_options([script, "--lr", "1"]).for_torchrun())
     assert parsed.max_restarts == DEFAULT_RESTARTS
     assert parsed.training_script_args == ["--lr", "1"]
