@@ -56,6 +56,8 @@ ALSO: dict[str, dict[str, Any]] = {
     "TrainerV1alpha1Metric": {"name": _LENGTH, "value": _LENGTH},
 }
 
+QUANTITY = {"type": ["integer", "string"], "pattern": "^[0-9]+([.][0-9]+)?([KMGTPE]i|[mkMGTPE])?$"}
+
 
 def kubernetes() -> dict[str, Any]:
     """The schemas by name; the roots are those of KINDS."""
@@ -71,8 +73,8 @@ def kubernetes() -> dict[str, Any]:
         if name in kept:
             return
         schema = found[name]
-        kept[name] = {"type": "object"}
-        if "properties" in schema:
+        kept[name] = QUANTITY if name.endswith("ResourceQuantity") else {"type": "object"}
+        if "properties" in schema and kept[name] is not QUANTITY:
             parts = {key: _bare(value) if key in USED else {} for key, value in schema["properties"].items()}
             for key, more in ALSO.get(name, {}).items():
                 parts[key] = {"allOf": [parts[key], more]}

@@ -305,7 +305,9 @@ def test_two_machines_find_each_other(scripts: Any, on: str) -> None:
     for process in started:
         _, said = process.communicate(timeout=240)
         assert process.returncode == 0, said[-3000:]
-    assert finished(work_dir) == [2]
+    assert finished(work_dir) == [4]
+    (launched,) = [event for event in read_events(work_dir) if event["event"] == "launched"]
+    assert (launched["processes"], launched["machines"]) == (2, 2)
 
 
 def free_port() -> int:
