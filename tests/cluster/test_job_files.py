@@ -110,18 +110,18 @@ def test_slurm_with_flextrain_run(slurm: Slurm, tmp_path: Path, expected: dict[i
     assert "2 processes" in text
 
 
-def launched(folder: Path, script: Path, *words: object) -> Path:
-    """The batch script that `flextrain launch`, of the plug-in flextrain-jobs, writes for a copy of train.py."""
+def launched(folder: Path, script: Path, *words: object, on: tuple[str, ...] = ("slurm", "--nodes=2", "--cpus=1")) -> Path:
+    """What `flextrain launch`, of the plug-in flextrain-jobs, writes for a copy of train.py."""
     plugin = FOLDER.parents[1] / "plugins" / "flextrain-jobs"
     info = folder / "flextrain_jobs-0.1.0.dist-info"  # as an installer writes it
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flextrain-jobs\nVersion: 0.1.0\n")
     (info / "entry_points.txt").write_text("[flextrain.commands]\nlaunch = flextrain_jobs.command\n")
     python = [sys.executable, "-c", "import sys; from flextrain.cli import main; sys.exit(main(sys.argv[1:]))"]
-    command = ["launch", script, "--on", "slurm", "--write", folder / "train.sbatch", "--nodes", "2", "--cpus", "1"]
-    rest = ["--", "--work-dir", folder / "work", *words]
-    run([*python, *command, *rest], PYTHONPATH=os.pathsep.join([str(plugin), str(folder)]))
-    return folder / "train.sbatch"
+    written = folder / ("job.py" if on[0] == "ray" else "job.sbatch")
+    command = ["launch", script, "--on", *on, "--write", written, "--", "--work-dir", folder / "work", *words]
+    run([*python, *command], PYTHONPATH=os.pathsep.join([str(plugin), str(folder)]))
+    return written
 
 
 def test_slurm_by_flextrain_launch(slurm: Slurm, tmp_path: Path, expected: dict[int, float]) -> None:
@@ -181,3 +181,10 @@ def test_ray(tmp_path: Path, expected: dict[int, float]) -> None:
     found = re.search(rf"Finished at iteration {ITERS}, checkpoint (\S+)", output)
     assert found is not None
     assert (Path(found[1]) / "manifest.json").is_file()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs pip install flextrain[ray]")
+def test_ray_by_flextrain_launch(tmp_path: Path, expected: dict[int, float]) -> None:
+    driver = launched(tmp_path, FOLDER / "train.py", *SHORT, on=("ray", "--processes=2"))
+    run([sys.executable, driver], RAY_raylet_start_wait_time_s="120")
+    assert losses(tmp_path / "work") == expected

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import PurePosixPath
+
+from flextrain import ConfigError
 
 from .job import Job
 
@@ -34,14 +37,25 @@ if __name__ == "__main__":
         train_loop(build),
         train_loop_config={{}},
         scaling_config=ScalingConfig({scaling}),
-        run_config=RunConfig(name={name}, failure_config=FailureConfig(max_failures={restarts})),
+        run_config=RunConfig(
+            name={name}, storage_path={storage}, failure_config=FailureConfig(max_failures={restarts})
+        ),
     )
     trainer.fit()
 '''
 
 
 def program(job: Job) -> str:
-    """The driver: Ray's workers are the processes, and Ray starts them again after failures."""
+    """The driver: Ray's workers are the processes, and Ray starts them again after failures.
+
+    Raises:
+        ConfigError: the work directory, in which Ray's storage is too, is relative.
+    """
+    folder = PurePosixPath(job.facts.work_dir)
+    if not folder.is_absolute():
+        raise ConfigError(
+            f'launch: work_dir "{folder}" is relative, and workers of Ray start in folders of their own; give a path that all machines see'
+        )
     each = {"CPU": job.cpus // job.processes or 1} if job.cpus is not None else {}
     if job.gpus:
         each["GPU"] = job.gpus // job.processes
@@ -56,5 +70,6 @@ def program(job: Job) -> str:
         arguments=json.dumps(list(job.arguments)),
         scaling=scaling,
         name=json.dumps(job.name),
+        storage=json.dumps(str(folder / "ray")),
         restarts=job.restarts,
     )

@@ -162,6 +162,9 @@ def test_ray(scripts: Any) -> None:
         'ScalingConfig(num_workers=16, use_gpu=True, resources_per_worker={"CPU": 4, "GPU": 1}, accelerator_type="H100")'
         in text
     )
+    assert 'storage_path="/runs/digits/ray"' in text
+    with pytest.raises(ConfigError, match='work_dir "x" is relative, and workers of Ray'):
+        launch("train.py", "--on", "ray", "--", "--work-dir", "x")
 
 
 # What is refused
