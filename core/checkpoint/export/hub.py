@@ -82,7 +82,7 @@ def push_to_hub(
             name = repository.rpartition("/")[2]
             card.write_text(model_card(source, name, license=license, datasets=datasets), encoding="utf-8")
         full_name = repository if "/" in repository else f"{account}/{repository}"
-        with _refusals(repository, api.endpoint):
+        with _refusals(repository, api.endpoint, "" if folder is None else f"; hf upload {full_name} {target} tries it again"):
             url = _commit(api, full_name, target, [*files, card], private)
     return Pushed(url, [*files, card])
 
@@ -128,8 +128,8 @@ def _text(api: Any, repository: str) -> str:
 
 
 @contextmanager
-def _refusals(repository: str, endpoint: str) -> Iterator[None]:
-    """Let what the hub or the network refuses be one line."""
+def _refusals(repository: str, endpoint: str, again: str = "") -> Iterator[None]:
+    """Let what the hub or the network refuses be one line, with ``again`` at its end."""
     from huggingface_hub.errors import HfHubHTTPError
 
     of_transport = HfHubHTTPError.__bases__[0]  # HTTPError of the client library, which differs between versions
@@ -139,6 +139,6 @@ def _refusals(repository: str, endpoint: str) -> Iterator[None]:
         status = error.response.status_code
         advice = "; give a token that may write to it, HF_TOKEN or hf auth login" if status in (401, 403) else ""
         said = error.server_message or one_line(error)
-        raise CheckpointError(f"push: {endpoint} refuses {repository}, {status}: {one_line(said)}{advice}") from error
+        raise CheckpointError(f"push: {endpoint} refuses {repository}, {status}: {one_line(said)}{advice}{again}") from error
     except (OSError, ValueError, RuntimeError, of_transport) as error:
-        raise CheckpointError(f"push: {repository} was not pushed to {endpoint}, {one_line(error)}") from error
+        raise CheckpointError(f"push: {repository} was not pushed to {endpoint}, {one_line(error)}{again}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -122,6 +123,18 @@ def test_the_schema_finds_what_is_wrong(scripts: Any, wrong: Any) -> None:
     wrong(job_set["spec"])
     with pytest.raises(jsonschema.ValidationError):
         check(job_set, f"#/$defs/{SCHEMAS['roots']['JobSet']}")
+
+
+def test_the_example_is_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first line is the command."""
+    pytest.importorskip("sklearn")
+    folder = Path(__file__).parents[3] / "examples" / "clusters"
+    comment, _, text = (folder / "trainjob.yaml").read_text().partition("\n")
+    words = shlex.split(comment.removeprefix("# flextrain launch "))
+    monkeypatch.chdir(folder)
+    end = words.index("--")
+    launch(*words[:end], "--write", str(tmp_path / "job.yaml"), *words[end:])
+    assert (tmp_path / "job.yaml").read_text() == text
 
 
 def test_skypilot(scripts: Any) -> None:
