@@ -56,7 +56,7 @@ def script_facts(script: str, arguments: Sequence[str] = ()) -> ScriptFacts:
         ConfigError: there is no such file, it makes no runner, or an argument of the runner is wrong.
     """
     with runner_arguments(script, arguments) as given:
-        checked = check_everything(given)
+        checked = check_everything(given, takes_mmengines_models=True)  # the run looks at its model itself
     if not checked.trains:
         raise ConfigError(f"script: {script} does not train, give train_dataloader, train_cfg and optim_wrapper")
     options = checked.options

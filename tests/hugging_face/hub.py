@@ -108,7 +108,9 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             found = re.fullmatch(
                 r"(?:/api/models)?/([\w.-]+/[\w.-]+?)(?:\.git)?/(tree|preupload|commit|resolve|info)/(.+)", path
             )
-            assert found is not None, path
+            if found is None or found[1] not in hub.repositories:
+                self._say(404, {"error": f"{path} is not known"})
+                return
             name, what, rest = found[1], found[2], found[3]
             files = hub.repositories[name]
             if what == "tree":

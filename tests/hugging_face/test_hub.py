@@ -46,6 +46,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     found = Hub()
     monkeypatch.setattr(constants, "ENDPOINT", found.url)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # large files by LFS, which every hub has
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     yield found
     found.close()

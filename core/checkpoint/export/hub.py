@@ -123,8 +123,13 @@ def _commit(api: Any, repository: str, folder: Path, files: Sequence[Path], priv
 
 def _text(api: Any, repository: str) -> str:
     """The card on the hub."""
-    with tempfile.TemporaryDirectory() as folder:
-        return Path(api.hf_hub_download(repository, CARD, local_dir=folder)).read_text(encoding="utf-8")
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    address = hf_hub_url(repository, CARD, endpoint=api.endpoint)
+    response = get_session().get(address, headers=build_hf_headers(token=api.token))
+    hf_raise_for_status(response)
+    return str(response.text)
 
 
 @contextmanager
