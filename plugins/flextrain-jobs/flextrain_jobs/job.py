@@ -8,9 +8,12 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 from flextrain import ConfigError
-from flextrain.script_facts import ScriptFacts
+
+if TYPE_CHECKING:
+    from flextrain.script_facts import ScriptFacts
 
 STALLED = 75
 """Status of a run that stood still: starting again may help."""
