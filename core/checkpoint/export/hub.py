@@ -137,7 +137,7 @@ def _refusals(repository: str, endpoint: str, again: str = "") -> Iterator[None]
     """Let what the hub or the network refuses be one line, with ``again`` at its end."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    of_transport = HfHubHTTPError.__bases__[0]  # HTTPError of the client library, which differs between versions
+    of_transport: Any = HfHubHTTPError.__bases__[0]  # HTTPError of the client library, which differs between versions
     try:
         yield
     except HfHubHTTPError as error:

@@ -158,7 +158,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """The token goes to no other server."""
 
     def redirect_request(self, *_: Any) -> None:
-        return None
+        """Follow none."""
 
 
 def _message(error: urllib.error.HTTPError) -> str:

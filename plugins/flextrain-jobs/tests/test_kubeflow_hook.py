@@ -76,7 +76,7 @@ class Trainer:
         trainer = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
+            def do_POST(self) -> None:  # noqa: N802 - a name of http.server
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 if self.headers["Authorization"] != f"Bearer {trainer.token}":
                     self._say(403, {"kind": "Status", "message": "Forbidden", "code": 403})
@@ -90,7 +90,7 @@ class Trainer:
                     trainer.came.append(json.loads(body))
                     self._say(200, trainer.came[-1])
 
-            def do_GET(self) -> None:
+            def do_GET(self) -> None:  # noqa: N802
                 trainer.came.append("redirected")
                 self._say(200, {})
 
@@ -159,14 +159,15 @@ class Waits(Hook):
             waited.wait(0.01)
 
 
-def often(monkeypatch: pytest.MonkeyPatch) -> KubeflowHook:
+def often() -> KubeflowHook:
+    """A hook that sends more often than it may."""
     hook = KubeflowHook()
     hook.interval_s = 0.05
     return hook
 
 
-def test_a_run_tells_how_far_it_is(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hook = often(monkeypatch)
+def test_a_run_tells_how_far_it_is(trainer: Trainer, tmp_path: Path) -> None:
+    hook = often()
     runner = runner_of(tmp_path / "work", hook, Waits(trainer, 0, 1), Waits(trainer, 13, 3))
     runner.train()
     validator = jsonschema.Draft202012Validator({**SCHEMAS, "$ref": f"#/$defs/{SCHEMAS['roots']['Status']}"})
@@ -189,7 +190,7 @@ def test_a_run_tells_how_far_it_is(trainer: Trainer, tmp_path: Path, monkeypatch
     assert not [thread for thread in threading.enumerate() if thread.daemon and "_send_often" in thread.name]
 
 
-def test_a_failure_is_the_last_message(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_the_last_message(trainer: Trainer, tmp_path: Path) -> None:
     class Fails(Hook):
         def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
             if runner.iter == 7:
@@ -223,12 +224,10 @@ def test_a_server_of_another_authority_hears_nothing(trainer: Trainer, tmp_path:
     assert trainer.came == []
 
 
-def test_training_goes_on_without_the_server(
-    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_training_goes_on_without_the_server(trainer: Trainer, tmp_path: Path) -> None:
     """It is said once, not with every message."""
     trainer.token = "another"
-    hook = often(monkeypatch)
+    hook = often()
     runner = runner_of(tmp_path / "work", hook)
     runner.train()
     text = next((tmp_path / "work").rglob("*.log")).read_text()
