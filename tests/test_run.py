@@ -615,4 +615,6 @@ def test_the_file_for_probes_is_touched_unless_training_stands_still(
 def test_the_file_for_probes_needs_a_folder(script: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--alive-file .*/none/alive has no folder, give one that exists"):
         read_options(["--alive-file", str(tmp_path / "none" / "alive"), script])
-    assert "--alive-file" not in " ".join(read_options(["--alive-file", str(tmp_path / "alive"), script]).for_torchrun())
+    assert "--alive-file" not in " ".join(
+        read_options(["--alive-file", str(tmp_path / "alive"), script]).for_torchrun()
+    )

@@ -76,11 +76,18 @@ def add_options(export: argparse.ArgumentParser) -> None:
 def _add_hub(export: argparse.ArgumentParser) -> None:
     group = export.add_argument_group("the hub")
     group.add_argument(
-        "--push", metavar="REPO", help="with --hf: push OUT to this repository, with a card of how the model was trained"
+        "--push",
+        metavar="REPO",
+        help="with --hf: push OUT to this repository, with a card of how the model was trained",
     )
-    group.add_argument("--license", metavar="ID", help="with --push, which needs it: of the weights, such as apache-2.0")
     group.add_argument(
-        "--dataset", action="append", metavar="NAME", help="with --push: a data set on the hub, for the card; may be repeated"
+        "--license", metavar="ID", help="with --push, which needs it: of the weights, such as apache-2.0"
+    )
+    group.add_argument(
+        "--dataset",
+        action="append",
+        metavar="NAME",
+        help="with --push: a data set on the hub, for the card; may be repeated",
     )
     group.add_argument("--private", action="store_true", help="with --push: make a new repository private")
 
@@ -120,7 +127,9 @@ def _check_options(arguments: argparse.Namespace) -> None:
         if name in given and not given.intersection(needed):
             raise ConfigError(f"{where}: {_flag(name)} has no effect without {one_of(map(_flag, needed))}")
     if "push" in given and "license" not in given:
-        raise ConfigError(f"{where}: --push needs --license, which says what others may do with the weights, such as apache-2.0")
+        raise ConfigError(
+            f"{where}: --push needs --license, which says what others may do with the weights, such as apache-2.0"
+        )
     for kind, excluded in _EXCLUDES.items():
         for name in excluded if kind in given else ():
             if name in given:

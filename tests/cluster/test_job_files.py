@@ -110,7 +110,9 @@ def test_slurm_with_flextrain_run(slurm: Slurm, tmp_path: Path, expected: dict[i
     assert "2 processes" in text
 
 
-def launched(folder: Path, script: Path, *words: object, on: tuple[str, ...] = ("slurm", "--nodes=2", "--cpus=1")) -> Path:
+def launched(
+    folder: Path, script: Path, *words: object, on: tuple[str, ...] = ("slurm", "--nodes=2", "--cpus=1")
+) -> Path:
     """What `flextrain launch`, of the plug-in flextrain-jobs, writes for a copy of train.py."""
     plugin = FOLDER.parents[1] / "plugins" / "flextrain-jobs"
     info = folder / "flextrain_jobs-0.1.0.dist-info"  # as an installer writes it

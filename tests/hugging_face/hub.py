@@ -122,7 +122,11 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 modes = {file["path"]: "lfs" if file["path"].endswith(".safetensors") else "regular" for file in asked}
                 self._say(
                     200,
-                    {"files": [{"path": file, "uploadMode": mode, "shouldIgnore": False} for file, mode in modes.items()]},
+                    {
+                        "files": [
+                            {"path": file, "uploadMode": mode, "shouldIgnore": False} for file, mode in modes.items()
+                        ]
+                    },
                 )
             elif what == "info":
                 objects = [

@@ -96,7 +96,10 @@ def test_the_card_says_what_was_done(checkpoint: Path) -> None:
     import transformers
 
     card = model_card(open_weights(checkpoint), "tiny", license="mit")
-    numbers = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_pretrained(checkpoint.parents[1] / "base").parameters())
+    numbers = sum(
+        p.numel()
+        for p in transformers.AutoModelForCausalLM.from_pretrained(checkpoint.parents[1] / "base").parameters()
+    )
     for row in (
         f"| model | LlamaForCausalLM, {numbers:,} numbers |",
         "| began from | base |",
@@ -134,7 +137,9 @@ def test_paths_and_other_arguments_stay_here(checkpoint: Path, tmp_path: Path) -
     given = {
         "visualizer": {"init_kwargs": {"api_key": "secret"}},
         "optim_wrapper": {"type": "OptimWrapper", "note": "/home/somebody/private/optimizer.py"},
-        "train_dataloader": {"dataset": {"type": "datasets:load_dataset", "path": "/home/somebody/data", "x": ["/home/a"]}},
+        "train_dataloader": {
+            "dataset": {"type": "datasets:load_dataset", "path": "/home/somebody/data", "x": ["/home/a"]}
+        },
     }
     config.write_text(json.dumps(given))
     import os
@@ -179,7 +184,10 @@ def test_a_readme_of_one_s_own_is_pushed(checkpoint: Path, hub: Hub, tmp_path: P
         (["--push", "tiny", "--license", "mit"], "checkpoint export: --push has no effect without --hf"),
         (["--hf", "--license", "mit"], "checkpoint export: --license has no effect without --push"),
         (["--hf", "--private"], "checkpoint export: --private has no effect without --push"),
-        (["--hf", "--push", "a/b/c", "--license", "mit"], 'push: "a/b/c" is not allowed, give NAME or ORGANISATION/NAME'),
+        (
+            ["--hf", "--push", "a/b/c", "--license", "mit"],
+            'push: "a/b/c" is not allowed, give NAME or ORGANISATION/NAME',
+        ),
         (["--hf", "--push", "a", "--license", "MIT License"], 'push.license: "MIT License" is not allowed'),
     ],
 )
@@ -207,7 +215,9 @@ def test_offline(checkpoint: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest
 
 
 def test_what_the_hub_refuses(checkpoint: Path, hub: Hub, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="refuses tiny, 401: .*give a token that may write to it, HF_TOKEN or hf auth login"):
+    with pytest.raises(
+        CheckpointError, match="refuses tiny, 401: .*give a token that may write to it, HF_TOKEN or hf auth login"
+    ):
         push_to_hub(checkpoint, "tiny", license="mit", token="hf_wrong", folder=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match='"license" must be one of apache-2.0'):

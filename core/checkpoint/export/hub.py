@@ -82,7 +82,9 @@ def push_to_hub(
             name = repository.rpartition("/")[2]
             card.write_text(model_card(source, name, license=license, datasets=datasets), encoding="utf-8")
         full_name = repository if "/" in repository else f"{account}/{repository}"
-        with _refusals(repository, api.endpoint, "" if folder is None else f"; hf upload {full_name} {target} tries it again"):
+        with _refusals(
+            repository, api.endpoint, "" if folder is None else f"; hf upload {full_name} {target} tries it again"
+        ):
             url = _commit(api, full_name, target, [*files, card], private)
     return Pushed(url, [*files, card])
 
@@ -100,9 +102,7 @@ def _api(repository: str, license: str, token: str | None, endpoint: str | None)
     try:
         import huggingface_hub
     except ImportError as error:
-        raise ConfigError(
-            f"push: needs the package huggingface_hub ({error}), pip install flextrain[hf]"
-        ) from None
+        raise ConfigError(f"push: needs the package huggingface_hub ({error}), pip install flextrain[hf]") from None
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         raise ConfigError(f"push: HF_HUB_OFFLINE is set, unset it to push to {repository}")
     return huggingface_hub.HfApi(endpoint=endpoint, token=token)
@@ -144,6 +144,8 @@ def _refusals(repository: str, endpoint: str, again: str = "") -> Iterator[None]
         status = error.response.status_code
         advice = "; give a token that may write to it, HF_TOKEN or hf auth login" if status in (401, 403) else ""
         said = error.server_message or one_line(error)
-        raise CheckpointError(f"push: {endpoint} refuses {repository}, {status}: {one_line(said)}{advice}{again}") from error
+        raise CheckpointError(
+            f"push: {endpoint} refuses {repository}, {status}: {one_line(said)}{advice}{again}"
+        ) from error
     except (OSError, ValueError, RuntimeError, of_transport) as error:
         raise CheckpointError(f"push: {repository} was not pushed to {endpoint}, {one_line(error)}{again}") from error

@@ -46,7 +46,9 @@ def model_card(checkpoint: Checkpoint, name: str, *, license: str, datasets: Seq
     rows = dict(_rows(checkpoint, meta, described, base, config))
     parts = [f"---\n{_yaml(metadata)}---\n", f"# {name}\n", _table(rows, "", "")]
     if metrics := dict(_metrics(_mapping(values.get("message_hub")))):
-        parts.append("## Metrics\n\nAs they were when the checkpoint was saved.\n\n" + _table(metrics, "metric", "value"))
+        parts.append(
+            "## Metrics\n\nAs they were when the checkpoint was saved.\n\n" + _table(metrics, "metric", "value")
+        )
     if recipe := {key: _public(config[key]) for key in _RECIPE if config.get(key) is not None}:
         parts.append(f"## Recipe\n\n```yaml\n{_yaml(recipe)}```\n")
     return "\n".join([*parts, MARK, ""])
@@ -90,7 +92,11 @@ def _data(facts: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
     if facts.get("num_samples") is not None:
         yield counted(facts["num_samples"], "sample")
     if facts.get("batch_size") is not None:
-        factors = {"a batch": facts["batch_size"], "batches": facts["accumulate"], "shards of the data": facts["shards"]}
+        factors = {
+            "a batch": facts["batch_size"],
+            "batches": facts["accumulate"],
+            "shards of the data": facts["shards"],
+        }
         said = " x ".join(f"{number} ({what})" for what, number in factors.items() if number != 1)
         yield f"{math.prod(factors.values())} for each update" + (f" = {said}" if " x " in said else "")
     if facts.get("shuffle"):

@@ -96,9 +96,7 @@ def add(commands: Any) -> None:
         help="storage that all machines see: a claim of Kubernetes, or a bucket such as s3://runs, and where it is mounted",
     )
     command.add_argument("--time", metavar="TIME", help="that the job may take, such as 90m, 24h or 3d")
-    command.add_argument(
-        "--max-restarts", type=int, default=3, metavar="N", help="restarts after failures; default: 3"
-    )
+    command.add_argument("--max-restarts", type=int, default=3, metavar="N", help="restarts after failures; default: 3")
     command.add_argument(
         "--grace", type=int, default=300, metavar="S", help="seconds between a signal and the kill; default: 300"
     )
@@ -189,5 +187,7 @@ def _seconds(text: str | None) -> int | None:
         return None
     found = re.fullmatch(r"([1-9]\d*)([smhd]?)", text)
     if found is None:
-        raise ConfigError(f'launch.time: "{text}" is not allowed, give seconds, or a number with m, h or d, such as 24h')
+        raise ConfigError(
+            f'launch.time: "{text}" is not allowed, give seconds, or a number with m, h or d, such as 24h'
+        )
     return int(found[1]) * _UNITS[found[2]]

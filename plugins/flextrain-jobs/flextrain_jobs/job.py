@@ -82,7 +82,9 @@ class Job:
             if value is not None and value < 1:
                 raise ConfigError(f"launch.{name}: {value} is not allowed, give 1 or more")
         if self.gpus and self.processes > self.gpus:
-            raise ConfigError(f"launch.processes: {self.processes} share {self.gpus} GPUs, give one for each, or --gpus 0")
+            raise ConfigError(
+                f"launch.processes: {self.processes} share {self.gpus} GPUs, give one for each, or --gpus 0"
+            )
         self.facts.check_processes(self.nodes * self.processes)
         if self.restarts and not self.facts.resumes:
             raise ConfigError(

@@ -53,7 +53,13 @@ class Scripts:
         self.folder = folder
 
     def write(
-        self, *, resume: str = "True", strategy: str = "None", env_cfg: str = "{}", hooks: str = "[]", name: str = "train.py"
+        self,
+        *,
+        resume: str = "True",
+        strategy: str = "None",
+        env_cfg: str = "{}",
+        hooks: str = "[]",
+        name: str = "train.py",
     ) -> str:
         text = SCRIPT.replace("RESUME", resume).replace("STRATEGY", strategy)
         (self.folder / name).write_text(textwrap.dedent(text).replace("ENV_CFG", env_cfg).replace("HOOKS", hooks))

@@ -20,14 +20,16 @@ KINDS = {
     "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
     "Status": "TrainerV1alpha1UpdateTrainJobStatusRequest",
 }
-USED = frozenset(
-    "apiVersion kind metadata name labels spec mlPolicy numNodes torch template runtimeRef apiGroup trainer image numProcPerNode "
-    "resourcesPerNode command activeDeadlineSeconds failurePolicy maxRestarts restartStrategy rules action onJobFailureReasons "
-    "onJobFailureMessagePatterns replicatedJobs replicas completionMode parallelism completions backoffLimit podFailurePolicy "
-    "onPodConditions onExitCodes type status containerName operator values restartPolicy terminationGracePeriodSeconds containers "
-    "volumes livenessProbe exec periodSeconds timeoutSeconds volumeMounts mountPath persistentVolumeClaim claimName emptyDir medium "
-    "resources limits requests trainerStatus progressPercentage estimatedRemainingSeconds metrics value lastUpdatedTime".split()
-)
+NAMES = """
+apiVersion kind metadata name labels spec mlPolicy numNodes torch template runtimeRef apiGroup trainer image
+numProcPerNode resourcesPerNode command activeDeadlineSeconds failurePolicy maxRestarts restartStrategy rules
+action onJobFailureReasons onJobFailureMessagePatterns replicatedJobs replicas completionMode parallelism
+completions backoffLimit podFailurePolicy onPodConditions onExitCodes type status containerName operator
+values restartPolicy terminationGracePeriodSeconds containers volumes livenessProbe exec periodSeconds
+timeoutSeconds volumeMounts mountPath persistentVolumeClaim claimName emptyDir medium resources limits
+requests trainerStatus progressPercentage estimatedRemainingSeconds metrics value lastUpdatedTime
+"""
+USED = frozenset(NAMES.split())
 _LENGTH = {"minLength": 1, "maxLength": 64}
 ALSO: dict[str, dict[str, Any]] = {
     "JobsetV1alpha2FailurePolicy": {"restartStrategy": {"enum": ["Recreate", "BlockingRecreate", "InPlaceRestart"]}},

@@ -76,7 +76,7 @@ class Trainer:
         trainer = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:  # noqa: N802 - a name of http.server
+            def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 if self.headers["Authorization"] != f"Bearer {trainer.token}":
                     self._say(403, {"kind": "Status", "message": "Forbidden", "code": 403})
@@ -90,7 +90,7 @@ class Trainer:
                     trainer.came.append(json.loads(body))
                     self._say(200, trainer.came[-1])
 
-            def do_GET(self) -> None:  # noqa: N802
+            def do_GET(self) -> None:
                 trainer.came.append("redirected")
                 self._say(200, {})
 

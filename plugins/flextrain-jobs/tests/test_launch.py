@@ -74,8 +74,12 @@ def test_kubernetes(scripts: Any, on: str) -> None:
     taken_away, for_ever = spec["failurePolicy"]["rules"]
     assert taken_away["action"] == "RestartJobSetAndIgnoreMaxRestarts"
     (pattern,) = taken_away["onJobFailureMessagePatterns"]
-    assert re.search(pattern, "Pod default/train-node-0-1-x has condition DisruptionTarget matching FailJob rule at index 0")
-    assert not re.search(pattern, "Container node for pod default/x failed with exit code 2 matching FailJob rule at index 1")
+    assert re.search(
+        pattern, "Pod default/train-node-0-1-x has condition DisruptionTarget matching FailJob rule at index 0"
+    )
+    assert not re.search(
+        pattern, "Container node for pod default/x failed with exit code 2 matching FailJob rule at index 1"
+    )
     assert for_ever["action"] == "FailJobSet"
     job = spec["replicatedJobs"][0]["template"]["spec"]
     assert (job["parallelism"], job["completions"], job["backoffLimit"]) == (2, 2, 0)
@@ -214,7 +218,11 @@ def test_bad_options(scripts: Any, words: tuple[str, ...], message: str) -> None
         ({"resume": "False"}, (), "launch.max_restarts: train.py has resume=False, so that a restart would begin anew"),
         ({"strategy": "'single'"}, ("--nodes", "2"), "SingleDeviceStrategy"),
         ({"strategy": "dict(type='mesh', tp=3)"}, ("--nodes", "2"), "needs a multiple of 3 processes, not 2"),
-        ({"env_cfg": "dict(preemption=dict(status=0))"}, (), "a job that was taken away seems to be complete; give 143"),
+        (
+            {"env_cfg": "dict(preemption=dict(status=0))"},
+            (),
+            "a job that was taken away seems to be complete; give 143",
+        ),
         ({"env_cfg": "dict(watchdogg=1)"}, (), "watchdog"),
     ],
 )
@@ -272,11 +280,23 @@ def test_the_command_of_a_container(scripts: Any) -> None:
     """Two processes in one pod; what a shell or Kubernetes would replace arrives as it is, and the probe has its file."""
     scripts.write()
     work_dir = scripts.folder / "runs" / "x"
-    words = ("--volume", f"runs:{work_dir.parent}", "--processes", "2", "--max-restarts", "0", "--", "--work-dir", str(work_dir))
+    words = (
+        "--volume",
+        f"runs:{work_dir.parent}",
+        "--processes",
+        "2",
+        "--max-restarts",
+        "0",
+        "--",
+        "--work-dir",
+        str(work_dir),
+    )
     (job_set,) = documents("jobset", *words, "--note", NOTE)
     container = pod_of(job_set["spec"])["containers"][0]
     alive = scripts.folder / "alive"
-    command = [word.replace("/tmp/alive", str(alive)) for word in as_kubernetes(container["command"], {"HOSTNAME": "x"})]
+    command = [
+        word.replace("/tmp/alive", str(alive)) for word in as_kubernetes(container["command"], {"HOSTNAME": "x"})
+    ]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert finished(work_dir) == [4]
@@ -304,7 +324,12 @@ def test_two_machines_find_each_other(scripts: Any, on: str) -> None:
     else:
         command = ["bash", "-c", yaml.safe_load(text_of("train.py", "--on", on, *words))["run"]]
     command[-1] = command[-1].replace("29400", str(free_port()))
-    of_trainer = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "nowhere", "PET_MASTER_PORT": "29500"}
+    of_trainer = {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_MASTER_ADDR": "nowhere",
+        "PET_MASTER_PORT": "29500",
+    }
     of_sky = {"SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "SKYPILOT_TASK_ID": "sky-1"}
     started = [
         subprocess.Popen(
