@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .core.base.errors import ConfigError
 from .runner.config import check_everything
+from .runner.hooks.checkpoint import CheckpointHook
 from .strategies.base import Strategy
 from .user_script import is_config_file, runner_arguments
 
@@ -19,6 +20,7 @@ class ScriptFacts:
     Attributes:
         is_config: the script is a configuration, which `flextrain train` trains.
         work_dir: the work directory as given; a relative one is relative to the directory in which the script is started.
+        checkpoint_dir: the folder or URL that checkpoints are saved below: CheckpointHook.out_dir, or the work directory.
         resumes: whether another start continues from the newest checkpoint.
         device: type of the device that the strategy asks for, such as "cpu"; empty: the one that the machine has.
         preemption_status: exit status after a signal; None: signals are left alone.
@@ -29,6 +31,7 @@ class ScriptFacts:
 
     is_config: bool
     work_dir: str
+    checkpoint_dir: str
     resumes: bool
     device: str
     preemption_status: int | None
@@ -60,10 +63,12 @@ def script_facts(script: str, arguments: Sequence[str] = ()) -> ScriptFacts:
     if not checked.trains:
         raise ConfigError(f"script: {script} does not train, give train_dataloader, train_cfg and optim_wrapper")
     options = checked.options
+    out_dirs = [hook._parent for hook, _ in checked.hooks if isinstance(hook, CheckpointHook)]
     preemption, watchdog = options.env_cfg.preemption_options, options.env_cfg.watchdog_options
     return ScriptFacts(
         is_config=is_config_file(Path(script)),
         work_dir=str(options.work_dir),
+        checkpoint_dir=str(next(filter(None, out_dirs), options.work_dir)),
         resumes=options.resume_options is not None,
         device=(checked.strategy.config.device or "").partition(":")[0],
         preemption_status=None if preemption is None else preemption.status,

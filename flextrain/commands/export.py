@@ -89,7 +89,7 @@ def _add_hub(export: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="with --push: a data set on the hub, for the card; may be repeated",
     )
-    group.add_argument("--private", action="store_true", help="with --push: make a new repository private")
+    group.add_argument("--private", action="store_true", help="with --push: the repository is private, also a new one")
 
 
 def _add_adapters(export: argparse.ArgumentParser) -> None:

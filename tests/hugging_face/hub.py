@@ -85,14 +85,14 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 assert hashlib.sha256(body).hexdigest() == path.removeprefix("/lfs/")
                 hub.objects[path.removeprefix("/lfs/")] = body
                 self._say(200, b"")
+            elif path == "/api/validate-yaml":
+                wrong = "license: unknown" in json.loads(body)["content"]
+                said = {"errors": [{"message": "license is not one of apache-2.0, ..."}]} if wrong else {}
+                self._say(400 if wrong else 200, said)
             elif self.headers.get("Authorization") != f"Bearer {TOKEN}":
                 self._say(401, {"error": "Invalid username or password."})
             elif path == "/api/whoami-v2":
                 self._say(200, {"name": USER, "type": "user"})
-            elif path == "/api/validate-yaml":
-                wrong = "license: unknown" in json.loads(body)["content"]
-                said = {"errors": [{"message": '"license" must be one of apache-2.0, ...'}]} if wrong else {}
-                self._say(400 if wrong else 200, said)
             elif path == "/api/repos/create":
                 given = json.loads(body)
                 name = f"{given['organization'] or USER}/{given['name']}"
@@ -105,11 +105,16 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self._of_repository(path, body)
 
         def _of_repository(self, path: str, body: bytes) -> None:
+            whole = path.removeprefix("/api/models/")
+            if whole in hub.repositories:
+                siblings = [{"rfilename": file} for file in hub.repositories[whole]]
+                self._say(200, {"id": whole, "private": whole in hub.private, "siblings": siblings})
+                return
             found = re.fullmatch(
                 r"(?:/api/models)?/([\w.-]+/[\w.-]+?)(?:\.git)?/(tree|preupload|commit|resolve|info)/(.+)", path
             )
             if found is None or found[1] not in hub.repositories:
-                self._say(404, {"error": f"{path} is not known"})
+                self._say(404, {"error": f"{path} is not known"}, **{"X-Error-Code": "RepoNotFound"})
                 return
             name, what, rest = found[1], found[2], found[3]
             files = hub.repositories[name]

@@ -45,6 +45,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     constants = pytest.importorskip("huggingface_hub.constants")
     found = Hub()
     monkeypatch.setattr(constants, "ENDPOINT", found.url)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", found.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # large files by LFS, which every hub has
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -119,15 +122,6 @@ def test_the_card_says_what_was_done(checkpoint: Path) -> None:
     assert card.rstrip().endswith(MARK)
 
 
-def test_a_card_without_the_work_directory_names_the_optimizer(checkpoint: Path, tmp_path: Path) -> None:
-    import shutil
-
-    shutil.copytree(checkpoint, tmp_path / "iter_2")
-    card = model_card(open_weights(tmp_path / "iter_2"), "tiny", license="mit")
-    assert "| optimizer | SGD (lr 0.5) |" in card
-    assert "## Recipe" not in card
-
-
 def test_paths_and_other_arguments_stay_here(checkpoint: Path, tmp_path: Path) -> None:
     import shutil
 
@@ -153,25 +147,47 @@ def test_paths_and_other_arguments_stay_here(checkpoint: Path, tmp_path: Path) -
 
 
 def test_another_push_leaves_no_old_weights(checkpoint: Path, hub: Hub, tmp_path: Path) -> None:
-    """from_pretrained would take model.safetensors before the shards."""
+    """from_pretrained would take model.safetensors before the shards, and would add an adapter to them."""
     push_to_hub(checkpoint, "org/tiny", license="mit")
-    hub.repositories["org/tiny"]["figures/loss.png"] = b"png"
+    others = {"figures/loss.png": b"png", "model_of_rewards.bin": b"bin"}
+    hub.repositories["org/tiny"].update({"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}, **others)
     pushed = push_to_hub(checkpoint, "org/tiny", license="mit", max_shard_size="20KB", folder=tmp_path / "out")
     there = hub.repositories["org/tiny"].keys()
-    assert hub.commits[1][1] == ["model.safetensors"]
-    assert {"model.safetensors.index.json", "figures/loss.png", "README.md"} <= there
+    assert hub.commits[1][1] == ["adapter_config.json", "adapter_model.safetensors", "model.safetensors"]
+    assert {"model.safetensors.index.json", "README.md", *others} <= there
     assert {path.name for path in pushed.files} <= there
-    card = hub.repositories["org/tiny"]["README.md"] = b"by hand"
     push_to_hub(checkpoint, "org/tiny", license="mit")
-    assert hub.repositories["org/tiny"]["README.md"] == card
     assert "model.safetensors" in there
     assert not [name for name in there if "-of-" in name or "index" in name]
 
 
-def test_a_readme_of_one_s_own_is_pushed(checkpoint: Path, hub: Hub, tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("---\nlicense: other\n---\nmine")
-    push_to_hub(checkpoint, "tiny", license="other", folder=tmp_path)
-    assert hub.repositories["me/tiny"]["README.md"].endswith(b"mine")
+OWN = b"---\nlicense: mit\n---\nby hand\r\n"
+
+
+def test_a_card_of_one_s_own_stays(checkpoint: Path, hub: Hub, tmp_path: Path) -> None:
+    """That of the folder before that of the hub; what it says of the licence is what was asked for."""
+    push_to_hub(checkpoint, "tiny", license="mit")
+    hub.repositories["me/tiny"]["README.md"] = OWN
+    push_to_hub(checkpoint, "tiny", license="mit")
+    assert hub.repositories["me/tiny"]["README.md"] == OWN
+    mine = tmp_path / "README.md"
+    mine.write_bytes(OWN + b", again")
+    for words, message in (
+        (dict(license="other"), 'push.license: "other" is not what your README.md says, mit; let both say the same'),
+        (dict(license="mit", datasets=["squad"]), 'push.datasets: "squad" is not what your README.md says, nothing'),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            push_to_hub(checkpoint, "tiny", folder=tmp_path, **words)
+        assert str(caught.value).startswith(message)
+    assert list(tmp_path.iterdir()) == [mine]
+    push_to_hub(checkpoint, "tiny", license="mit", folder=tmp_path)
+    assert hub.repositories["me/tiny"]["README.md"] == OWN + b", again"
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "README.md").write_text("---\na: [\n---\n")
+    with pytest.raises(ConfigError, match="^push: your README.md has a head that is no YAML, ") as caught:
+        push_to_hub(checkpoint, "tiny", license="mit", folder=other)
+    assert "\n" not in str(caught.value)
 
 
 # What is refused, before anything is written
@@ -207,21 +223,43 @@ def test_offline(checkpoint: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest
         push_to_hub(checkpoint, "tiny", license="mit", folder=tmp_path / "out")
     assert hub.requests == []
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(CheckpointError) as caught:
-        push_to_hub(checkpoint, "tiny", license="mit", folder=tmp_path / "out", endpoint="http://127.0.0.1:9")
+        push_to_hub(checkpoint, "tiny", license="mit", folder=tmp_path / "out")
     assert str(caught.value).startswith("push: tiny was not pushed to http://127.0.0.1:9, ")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
-def test_what_the_hub_refuses(checkpoint: Path, hub: Hub, tmp_path: Path) -> None:
+def test_what_the_hub_refuses_at_once(
+    checkpoint: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token, a licence, a name; and a public repository is not taken for a private one."""
+    out = tmp_path / "out"
+    advice = "give a token that may write to it, HF_TOKEN or hf auth login"
+    with pytest.raises(CheckpointError, match=f"refuses tiny, 401: Invalid .*; {advice}$"):
+        push_to_hub(checkpoint, "tiny", license="mit", token="hf_wrong", folder=out)
+    with pytest.raises(CheckpointError, match="license is not one of apache-2.0"):
+        push_to_hub(checkpoint, "tiny", license="unknown", folder=out)
     with pytest.raises(
-        CheckpointError, match="refuses tiny, 401: .*give a token that may write to it, HF_TOKEN or hf auth login"
+        CheckpointError, match="push: a--b was not pushed to .*, Cannot have -- or .. in repo_id: 'me/a--b'"
     ):
-        push_to_hub(checkpoint, "tiny", license="mit", token="hf_wrong", folder=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(CheckpointError, match='"license" must be one of apache-2.0'):
-        push_to_hub(checkpoint, "tiny", license="unknown")
+        push_to_hub(checkpoint, "a--b", license="mit", folder=out)
+    hub.repositories["me/tiny"] = {}
+    with pytest.raises(
+        ConfigError, match="^push.private: me/tiny is public, make it private on the hub or leave private out$"
+    ):
+        push_to_hub(checkpoint, "tiny", license="mit", private=True, folder=out)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(CheckpointError, match="push: tiny was not pushed to .*hf auth login") as caught:
+        push_to_hub(checkpoint, "tiny", license="mit", folder=out)
+    assert "\n" not in str(caught.value)
+    assert not out.exists()
+    assert hub.commits == []
+
+
+def test_a_refused_commit_says_how_to_try_again(checkpoint: Path, hub: Hub, tmp_path: Path) -> None:
     hub.refuses = 403
     with pytest.raises(CheckpointError) as caught:
         push_to_hub(checkpoint, "tiny", license="mit", folder=tmp_path / "out")
@@ -229,4 +267,3 @@ def test_what_the_hub_refuses(checkpoint: Path, hub: Hub, tmp_path: Path) -> Non
     assert "refuses tiny, 403: You may not write here." in said
     assert said.endswith(f"; hf upload me/tiny {tmp_path / 'out'} tries it again")
     assert "\n" not in said
-    assert hub.commits == []

@@ -72,8 +72,6 @@ def _rows(
     by: Mapping[str, Any] = read_manifest(checkpoint.path).written_by if is_checkpoint(checkpoint.path) else {}
     if "strategy" in by:
         yield "strategy", f"{by['strategy']} on {counted(int(by.get('world_size', 1)), 'process', 'processes')}"
-    if "optim_wrapper" not in config and (optimizers := sorted(set(_optimizers(checkpoint.values)))):
-        yield "optimizer", "; ".join(optimizers)
     if meta.get("seed") is not None:
         yield "seed", str(meta["seed"])
     found = {name: by[name] for name in ("flextrain", "torch") if name in by}
@@ -112,18 +110,6 @@ def _metrics(hub: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if is_metric and key.rpartition("/")[2] not in ("time", "data_time") and values:
             shown = values[-1:] if key.startswith("val/") else values[-_WINDOW:]
             yield key, f"{sum(shown) / len(shown):.4g}"
-
-
-def _optimizers(values: Mapping[str, Any]) -> Iterator[str]:
-    """What the checkpoint says of the groups of the optimizer; the card has it where the recipe is not known."""
-    groups: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        if key.startswith("optim.group."):
-            name, _, setting = key.removeprefix("optim.group.").rpartition(".")
-            groups.setdefault(name, {})[setting] = value
-    for group in groups.values():
-        settings = {key: group[key] for key in ("lr", "betas", "momentum", "weight_decay") if group.get(key)}
-        yield f"{group.get('optimizer', 'unknown')} ({', '.join(f'{key} {value}' for key, value in settings.items())})"
 
 
 def _base(described: Mapping[str, Any]) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ DESCRIPTION = """\
 Write the job file that trains SCRIPT on a cluster: a Python file, or a configuration as for `flextrain train`. Nothing is handed in.
 
 SCRIPT runs, with the arguments after --, up to the construction of its FlexibleRunner, and its arguments are checked: whether its
-strategy can run on so many processes, its work_dir is in storage that stays, and a restart goes on (resume=True). Its preemption
+strategy can run on so many processes, checkpoints go to storage that stays, and a restart goes on (resume=True). Its preemption
 and its watchdog say what the file does with exit statuses, how long it waits for a last save, and when a probe fails.
 
 Exit status: 0, or 2 if something does not fit."""
@@ -40,7 +43,7 @@ def _yaml(*documents: dict[str, Any]) -> str:
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
 
     Dumper.add_representer(str, text)
-    return str(yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=1000))
+    return str(yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=1000, allow_unicode=True))
 
 
 _FORMS: dict[str, tuple[Callable[[Job], str], str, str]] = {
@@ -48,7 +51,7 @@ _FORMS: dict[str, tuple[Callable[[Job], str], str, str]] = {
     "jobset": (lambda job: _yaml(*job_set(job)), ".yaml", "kubectl apply -f {}"),
     "skypilot": (lambda job: _yaml(task(job)), ".yaml", "sky jobs launch {}"),
     "slurm": (batch_script, ".sbatch", "sbatch {}"),
-    "ray": (program, ".py", "ray job submit --working-dir . -- python {}"),
+    "ray": (program, "_ray.py", "ray job submit --working-dir . -- python {}"),
 }
 """What makes the text, the ending of the file, and the command that hands it in."""
 _IGNORED = {
@@ -56,10 +59,10 @@ _IGNORED = {
     "jobset": ("gpu",),
     "skypilot": ("time_s",),
     "slurm": ("image", "volumes"),
-    "ray": ("image", "volumes", "memory", "time_s"),
+    "ray": ("image", "volumes", "memory", "time_s", "grace_s"),
 }
 """Parts of a job that a form cannot say."""
-_OPTIONS = {"gpu": "a kind of --gpus", "volumes": "--volume", "time_s": "--time"}
+_OPTIONS = {"gpu": "a kind of --gpus", "volumes": "--volume", "time_s": "--time", "grace_s": "--grace"}
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -97,9 +100,7 @@ def add(commands: Any) -> None:
     )
     command.add_argument("--time", metavar="TIME", help="that the job may take, such as 90m, 24h or 3d")
     command.add_argument("--max-restarts", type=int, default=3, metavar="N", help="restarts after failures; default: 3")
-    command.add_argument(
-        "--grace", type=int, default=300, metavar="S", help="seconds between a signal and the kill; default: 300"
-    )
+    command.add_argument("--grace", type=int, metavar="S", help="seconds between a signal and the kill; default: 300")
     command.set_defaults(run=run, takes_script_arguments=True)
 
 
@@ -109,17 +110,17 @@ def run(arguments: argparse.Namespace) -> int:
     form, ending, hand_in = _FORMS[arguments.on]
     text = form(job)
     if arguments.write is None:
-        console().print(text, end="", soft_wrap=True)
+        sys.stdout.write(text)
         return 0
     path = Path(arguments.write or f"{job.name}{ending}")
     try:
-        with path.open("x") as file:
+        with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
         raise ConfigError(f"launch.write: {path} exists and nothing is overwritten, give another name") from None
     except OSError as error:
         raise ConfigError(f"launch.write: {path} cannot be written, {error.strerror}") from None
-    console().print(f"{path}; next: {hand_in.format(path)}")
+    console().print(f"{path}; next: {hand_in.format(shlex.quote(str(path)))}", soft_wrap=True)
     return 0
 
 
@@ -132,9 +133,10 @@ def _job(arguments: argparse.Namespace) -> Job:
         "volumes": [_volume(text) for text in arguments.volume],
         "memory": _memory(arguments.memory),
         "time_s": _seconds(arguments.time),
+        "grace_s": arguments.grace,
     }
     for part in _IGNORED[arguments.on]:
-        if given[part]:
+        if given[part] not in (None, "", []):
             option = _OPTIONS.get(part, f"--{part}")
             raise ConfigError(f"launch.on: {arguments.on} has no use for {option}, leave it out")
     if arguments.on in ("kubeflow", "jobset") and not arguments.image:
@@ -143,19 +145,19 @@ def _job(arguments: argparse.Namespace) -> Job:
         raise ConfigError(f'launch.gpus: "{arguments.gpus}" is not allowed, skypilot needs a kind too, such as H100:8')
     from flextrain.script_facts import script_facts  # imports torch, which a list of commands does not need
 
-    script_arguments = arguments.script_arguments
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is the file's
+        facts = script_facts(arguments.script, arguments.script_arguments)
     job = Job(
         arguments.name or stem,
         arguments.script,
-        script_arguments,
-        script_facts(arguments.script, script_arguments),
+        arguments.script_arguments,
+        facts,
         nodes=arguments.nodes,
         processes=arguments.processes if arguments.processes is not None else gpus or 1,
         gpus=gpus,
         cpus=arguments.cpus,
         restarts=arguments.max_restarts,
-        grace_s=arguments.grace,
-        **given,
+        **{part: value for part, value in given.items() if value is not None},
     )
     if arguments.on in ("kubeflow", "jobset", "skypilot"):
         job.check_storage()
@@ -164,7 +166,7 @@ def _job(arguments: argparse.Namespace) -> Job:
 
 def _gpus(text: str) -> tuple[str, int]:
     kind, _, number = text.rpartition(":")
-    if not number.isdigit() or (":" in text and not re.fullmatch(r"[A-Za-z][-\w]*", kind)):
+    if not number.isdecimal() or (":" in text and not re.fullmatch(r"[A-Za-z][-.\w]*", kind)):
         raise ConfigError(f'launch.gpus: "{text}" is not allowed, give a number, or KIND:N such as H100:8')
     return kind, int(number)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import posixpath
 import re
 import shlex
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from flextrain import ConfigError
 if TYPE_CHECKING:
     from flextrain.script_facts import ScriptFacts
 
+SIGNALLED = 143
+"""Status of `flextrain run` after SIGTERM, whatever that of its processes is."""
 STALLED = 75
 """Status of a run that stood still: starting again may help."""
 WRONG = 2
@@ -85,6 +88,14 @@ class Job:
             raise ConfigError(
                 f"launch.processes: {self.processes} share {self.gpus} GPUs, give one for each, or --gpus 0"
             )
+        if self.facts.device not in ("", "cuda" if self.gpus else "cpu"):
+            raise ConfigError(
+                f"launch.gpus: {self.gpus} do not fit the strategy of {self.script}, which has device={self.facts.device}"
+            )
+        paths = [path for _, path in self.volumes]
+        for path in paths:
+            if paths.count(path) > 1:
+                raise ConfigError(f"launch.volume: {path} is given {paths.count(path)} times, give another path")
         self.facts.check_processes(self.nodes * self.processes)
         if self.restarts and not self.facts.resumes:
             raise ConfigError(
@@ -98,18 +109,18 @@ class Job:
             )
 
     def check_storage(self) -> None:
-        """Check that the work directory outlives the machines.
+        """Check that checkpoints outlive the machines.
 
         Raises:
-            ConfigError: it is in none of the volumes.
+            ConfigError: their folder is in none of the volumes.
         """
-        folder = PurePosixPath(self.facts.work_dir)
-        if any(folder.is_relative_to(path) for _, path in self.volumes):
+        folder = PurePosixPath(posixpath.normpath(self.facts.checkpoint_dir))
+        if "://" in self.facts.checkpoint_dir or any(folder.is_relative_to(path) for _, path in self.volumes):
             return
         where = ", ".join(path for _, path in self.volumes) or "none"
         raise ConfigError(
-            f'launch.volume: work_dir "{folder}" is in no volume ({where}), and would go with the machine; give --volume NAME:PATH '
-            "and a work_dir below PATH"
+            f'launch.volume: checkpoints go to "{folder}", which is in no volume ({where}) and would go with the machine; give '
+            "--volume NAME:PATH and a work_dir below PATH"
         )
 
     @property
@@ -130,9 +141,9 @@ class Job:
 
     @property
     def goes_on(self) -> list[int]:
-        """Statuses after which another start goes on without anything having failed: a signal came."""
+        """Statuses after which another start goes on without anything having failed: a signal came, and the run has saved."""
         status = self.facts.preemption_status
-        return [] if status is None or self.ends_for_good else [status]
+        return [] if status is None else sorted({SIGNALLED, status} - {*self.ends_for_good})
 
     def command(self, *, endpoint: str, is_first: str, job_id: str, alive_file: str = "", python: str = "") -> str:
         """The command of each machine, for a shell.

@@ -5,13 +5,17 @@ Sources: the API's types of kubernetes-sigs/jobset (v1alpha2), kubeflow/trainer 
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+from flextrain import ConfigError
 
 from .job import WRONG, Job
 
 _NODE = "node"
 """Name of the replicated job and of its container, which Kubeflow Trainer looks for."""
 _ALIVE = "/tmp/alive"
+_CLAIM = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 def job_set(job: Job) -> list[dict[str, Any]]:
@@ -72,7 +76,14 @@ def _job_set_spec(job: Job, of_container: dict[str, Any], of_job: dict[str, Any]
         },
         "volumeMounts": [*({"name": name, "mountPath": path} for name, path in job.volumes), _SHM_MOUNT],
     }
-    claims = [{"name": name, "persistentVolumeClaim": {"claimName": name}} for name, _ in job.volumes]
+    for name, path in job.volumes:
+        if not _CLAIM.fullmatch(name) or name == _SHM["name"] or path == _SHM_MOUNT["mountPath"]:
+            raise ConfigError(
+                f'launch.volume: "{name}:{path}" is not allowed, give the name of a claim, which has small letters, digits and -; '
+                f"{_SHM['name']} and {_SHM_MOUNT['mountPath']} are taken"
+            )
+    names = dict.fromkeys(name for name, _ in job.volumes)
+    claims = [{"name": name, "persistentVolumeClaim": {"claimName": name}} for name in names]
     pod = {
         "restartPolicy": "Never",  # as podFailurePolicy needs it
         "terminationGracePeriodSeconds": job.grace_s,
@@ -113,15 +124,13 @@ def _pod_rules(job: Job) -> list[dict[str, Any]]:
 def _job_rules(job: Job) -> list[dict[str, Any]]:
     """A pod that was taken away costs no restart, a status that would come again ends the job; the rest counts."""
     of_policy = {"onJobFailureReasons": ["PodFailurePolicy"]}
-    return [
-        {
-            "name": "taken_away",
-            "action": "RestartJobSetAndIgnoreMaxRestarts",
-            **of_policy,
-            "onJobFailureMessagePatterns": ["has condition DisruptionTarget"],
-        },
-        {"name": "for_ever", "action": "FailJobSet", **of_policy},
-    ]
+    taken_away = {
+        "name": "taken_away",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        **of_policy,
+        "onJobFailureMessagePatterns": ["has condition DisruptionTarget"],
+    }
+    return [*([taken_away] if job.restarts else []), {"name": "for_ever", "action": "FailJobSet", **of_policy}]
 
 
 def _resources(job: Job) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from flextrain import ConfigError
 from .job import Job
 
 _PROGRAM = '''\
-"""ray job submit --working-dir . -- python {file}"""
+"""The driver of a job of Ray, written by `flextrain launch`."""
 
 import contextlib
 
@@ -65,7 +65,6 @@ def program(job: Job) -> str:
     if job.gpus and job.gpu:
         scaling += f", accelerator_type={json.dumps(job.gpu)}"
     return _PROGRAM.format(
-        file=f"{job.name}.py",
         script=json.dumps(job.script),
         arguments=json.dumps(list(job.arguments)),
         scaling=scaling,

@@ -20,7 +20,7 @@ def batch_script(job: Job) -> str:
         *([f"--time={minutes}"] if minutes is not None else []),
         # To the processes of the step, before the end of the job's time: they save and leave.
         f"--signal=TERM@{job.grace_s}",
-        "--requeue",
+        "--requeue" if job.restarts else "--no-requeue",
         "--open-mode=append",
         "--output=%x.%j.log",
     ]
@@ -34,7 +34,7 @@ def batch_script(job: Job) -> str:
     # Variables of a step's tasks, such as SLURM_NODEID, are known in the task's own shell only.
     step = f"bash -c {shlex.quote(f'exec {command}')}" if job.nodes > 1 else command
     first = 'export first="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"\n' if job.nodes > 1 else ""
-    return f"#!/bin/bash\n# sbatch {job.name}.sbatch\n{head}\n\n{first}srun --kill-on-bad-exit=1 {step}\nstatus=$?\n{_again(job)}exit $status\n"
+    return f"#!/bin/bash\n{head}\n\n{first}srun --kill-on-bad-exit=1 {step}\nstatus=$?\n{_again(job)}exit $status\n"
 
 
 def _again(job: Job) -> str:

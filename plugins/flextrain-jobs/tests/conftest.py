@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -35,13 +34,12 @@ FlexibleRunner(
     train_dataloader=dict(dataset=TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, collate_fn="default_collate"),
     optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
     train_cfg=dict(max_epochs=2),
-    default_hooks=dict(logger=dict(interval=2)),
+    default_hooks=dict(logger=dict(interval=2), checkpoint=CHECKPOINT),
     work_dir=given.work_dir,
     experiment_name=given.note or None,
     resume=RESUME,
     strategy=STRATEGY,
     env_cfg=ENV_CFG,
-    custom_hooks=HOOKS,
 ).train()
 """
 
@@ -58,11 +56,11 @@ class Scripts:
         resume: str = "True",
         strategy: str = "None",
         env_cfg: str = "{}",
-        hooks: str = "[]",
+        checkpoint: str = "{}",
         name: str = "train.py",
     ) -> str:
-        text = SCRIPT.replace("RESUME", resume).replace("STRATEGY", strategy)
-        (self.folder / name).write_text(textwrap.dedent(text).replace("ENV_CFG", env_cfg).replace("HOOKS", hooks))
+        text = SCRIPT.replace("RESUME", resume).replace("STRATEGY", strategy).replace("CHECKPOINT", checkpoint)
+        (self.folder / name).write_text(text.replace("ENV_CFG", env_cfg))
         return name
 
 

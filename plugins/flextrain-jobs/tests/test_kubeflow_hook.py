@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flextrain_jobs import KubeflowHook
-from flextrain_jobs.kubeflow_hook import StatusServer
+from flextrain_jobs.kubeflow_hook import KubeflowHook, StatusServer
 from torch import nn, rand
 from torch.utils.data import TensorDataset
 

@@ -168,7 +168,12 @@ def test_slurm(scripts: Any) -> None:
     subprocess.run(["bash", "-n", "job.sbatch"], check=True)
     scripts.write(env_cfg="dict(preemption=dict(requeue=True, max_time='slurm'))")
     assert '[[ " 75 " ==' in text_of(*words, ending=".sbatch"), "the run hands the job in itself after a signal"
-    assert "scontrol requeue" not in text_of(*words, "--max-restarts", "0", ending=".sbatch")
+    scripts.write(env_cfg="dict(preemption=dict(max_time=60, status=99))")
+    assert '[[ " 75 143 " ==' in text_of(*words, ending=".sbatch"), "99 is the end of its time"
+    scripts.write(resume="False")
+    text = text_of(*words, "--max-restarts", "0", ending=".sbatch")
+    assert "scontrol requeue" not in text
+    assert "#SBATCH --no-requeue" in text
 
 
 def test_ray(scripts: Any) -> None:
@@ -199,8 +204,14 @@ def test_ray(scripts: Any) -> None:
         (("--volume", "runs"), 'launch.volume: "runs" is not allowed, give NAME:/PATH'),
         (("--name", "My_job"), 'launch.name: "My_job" is not allowed'),
         (("--max-restarts", "-1"), "launch.max_restarts: -1 is not allowed, give 0 or more"),
-        (("--", "--work-dir", "work_dirs/x"), 'launch.volume: work_dir "work_dirs/x" is in no volume (/runs)'),
-        (("--", "--work-dir", "/runs2/x"), 'work_dir "/runs2/x" is in no volume (/runs)'),
+        (("--volume", "Data:/data"), 'launch.volume: "Data:/data" is not allowed, give the name of a claim'),
+        (("--volume", "shm:/data"), 'launch.volume: "shm:/data" is not allowed'),
+        (("--volume", "s3://runs:/data"), 'launch.volume: "s3://runs:/data" is not allowed'),
+        (("--volume", "other:/runs"), "launch.volume: /runs is given 2 times, give another path"),
+        (("--grace", "0"), "launch.grace: 0 is not allowed, give 10 or more"),
+        (("--", "--work-dir", "work_dirs/x"), 'checkpoints go to "work_dirs/x", which is in no volume (/runs)'),
+        (("--", "--work-dir", "/runs2/x"), 'checkpoints go to "/runs2/x", which is in no volume (/runs)'),
+        (("--", "--work-dir", "/runs/../x"), 'checkpoints go to "/x", which is in no volume (/runs)'),
         (("--", "--unknown"), "script: train.py ended before it made a FlexibleRunner"),
     ],
 )
@@ -217,6 +228,13 @@ def test_bad_options(scripts: Any, words: tuple[str, ...], message: str) -> None
     [
         ({"resume": "False"}, (), "launch.max_restarts: train.py has resume=False, so that a restart would begin anew"),
         ({"strategy": "'single'"}, ("--nodes", "2"), "SingleDeviceStrategy"),
+        (
+            {"strategy": "dict(type='ddp', device='cpu')"},
+            ("--gpus", "2"),
+            "launch.gpus: 2 do not fit the strategy of train.py",
+        ),
+        ({"strategy": "dict(type='ddp', device='cuda')"}, (), "launch.gpus: 0 do not fit the strategy of train.py"),
+        ({"checkpoint": "dict(out_dir='/lost')"}, (), 'checkpoints go to "/lost"'),
         ({"strategy": "dict(type='mesh', tp=3)"}, ("--nodes", "2"), "needs a multiple of 3 processes, not 2"),
         (
             {"env_cfg": "dict(preemption=dict(status=0))"},
@@ -234,7 +252,64 @@ def test_what_the_script_says_does_not_fit(
         launch("train.py", "--on", "jobset", *ON_KUBERNETES, *words)
     assert message in str(caught.value)
     if "resume" in script:
-        launch("train.py", "--on", "jobset", *ON_KUBERNETES, "--max-restarts", "0")
+        (job_set,) = documents("jobset", "--max-restarts", "0")
+        assert [rule["action"] for rule in job_set["spec"]["failurePolicy"]["rules"]] == ["FailJobSet"]
+
+
+def test_names_and_arguments_with_odd_characters(scripts: Any) -> None:
+    """The name of the job is made of the script's, and words arrive as they are."""
+    scripts.write(name="My train_v2.1.py")
+    odd = ("--note", "naïve\n'x' \"y\" $(z): #\t\\")
+    (job_set,) = yaml.safe_load_all(text_of("My train_v2.1.py", "--on", "jobset", *ON_KUBERNETES, "--", *odd))
+    assert job_set["metadata"]["name"] == "my-train-v2-1"
+    command = as_kubernetes(pod_of(job_set["spec"])["containers"][0]["command"], {"z": "wrong"})[-1]
+    assert shlex.split(command)[-3:] == ["My train_v2.1.py", *odd]
+    text_of("My train_v2.1.py", "--on", "slurm", "--nodes", "2", "--", *odd, ending=".sbatch")
+    Path("srun").write_text('#!/bin/bash\nexec "${@:2}"\n')
+    Path("python").write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    Path("scontrol").write_text("#!/bin/bash\necho first\n")
+    for name in ("srun", "python", "scontrol"):
+        Path(name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{Path.cwd()}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NODEID": "1"}
+    done = subprocess.run(["bash", "job.sbatch"], env=env, capture_output=True, text=True, check=True)
+    said = json.loads(done.stdout)
+    assert said[-3:] == ["My train_v2.1.py", *odd]
+    assert {"--rdzv-endpoint=first:29400", "--rdzv-id=7.0"} <= set(said)
+    scripts.write(name="2.py")
+    with pytest.raises(ConfigError, match=r'launch\.name: "2" is not allowed, give at most 50'):
+        launch("2.py", "--on", "slurm")
+
+
+def test_what_is_printed_is_the_file(scripts: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the script prints goes elsewhere, and nothing is wrapped or replaced."""
+    path = Path(scripts.write())
+    path.write_text(f"print('hello')\n{path.read_text()}")
+    words = ("train.py", "--on", "slurm", "--", "--note", "a\tb " + 200 * "c")
+    launch(*words)
+    said = capsys.readouterr()
+    assert said.out == text_of(*words, ending=".sbatch")
+    assert "hello" in said.err
+
+
+def test_a_configuration_is_trained_by_its_command(scripts: Any) -> None:
+    (scripts.folder / "parts.py").write_text(
+        "import torch\nfrom torch.utils.data import TensorDataset\nclass Net(torch.nn.Linear):\n"
+        "    def forward(self, x):\n        return {'loss': super().forward(x).sum()}\n"
+        "def data():\n    return TensorDataset(torch.rand(8, 4))\n"
+    )
+    config = {
+        "model": {"type": "parts:Net", "in_features": 4, "out_features": 1},
+        "train_dataloader": {"dataset": {"type": "parts:data"}, "batch_size": 8, "collate_fn": "default_collate"},
+        "optim_wrapper": {"optimizer": {"type": "SGD", "lr": 0.1}},
+        "train_cfg": {"max_epochs": 1},
+        "work_dir": "/runs/x",
+        "resume": True,
+    }
+    (scripts.folder / "config.yaml").write_text(yaml.safe_dump(config))
+    written = text_of("config.yaml", "--on", "slurm", "--", "--cfg-options", "train_cfg.max_epochs=3", ending=".sbatch")
+    assert "--module flextrain train config.yaml --cfg-options train_cfg.max_epochs=3\n" in written
+    with pytest.raises(ConfigError, match="--strategy is none of its options"):
+        launch("config.yaml", "--on", "slurm", "--", "--strategy", "fsdp")
 
 
 def test_a_bucket_is_not_shared_by_machines(scripts: Any) -> None:
@@ -245,10 +320,14 @@ def test_a_bucket_is_not_shared_by_machines(scripts: Any) -> None:
 
 def test_no_file_is_overwritten(scripts: Any) -> None:
     scripts.write()
-    launch("train.py", "--on", "slurm", "--write")
-    assert Path("train.sbatch").exists()
-    with pytest.raises(ConfigError, match=r"train\.sbatch exists and nothing is overwritten"):
-        launch("train.py", "--on", "slurm", "--write")
+    for on, name in (("slurm", "train.sbatch"), ("ray", "train_ray.py")):
+        launch("train.py", "--on", on, "--write")
+        before = Path(name).read_bytes()
+        with pytest.raises(ConfigError, match=f"launch.write: {name} exists and nothing is overwritten"):
+            launch("train.py", "--on", on, "--write")
+        assert Path(name).read_bytes() == before
+    with pytest.raises(ConfigError, match=r"launch\.write: none/x cannot be written, No such file or directory"):
+        launch("train.py", "--on", "slurm", "--write", "none/x")
 
 
 # The commands, run as they are written
@@ -275,6 +354,7 @@ def finished(work_dir: Path) -> list[int]:
 NOTE = "it's $(HOSTNAME) $HOME"
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_the_command_of_a_container(scripts: Any) -> None:
     """Two processes in one pod; what a shell or Kubernetes would replace arrives as it is, and the probe has its file."""
