@@ -155,7 +155,7 @@ def _check_card(text: str, license: str, datasets: Sequence[str]) -> None:
     except yaml.YAMLError as error:
         raise ConfigError(f"push: your {CARD} has a head that is no YAML, {one_line(error)}") from None
     for key, given in (("license", [license]), ("datasets", datasets)):
-        said = card.data.to_dict().get(key) or []
+        said = getattr(card.data, key, None) or []
         said = [said] if isinstance(said, str) else said
         if lacking := [name for name in given if name not in said]:
             raise ConfigError(

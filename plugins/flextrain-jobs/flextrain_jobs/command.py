@@ -33,7 +33,7 @@ Exit status: 0, or 2 if something does not fit."""
 def _yaml(*documents: dict[str, Any]) -> str:
     import yaml
 
-    class Dumper(yaml.SafeDumper):
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
         """Several lines as a block, and nothing by reference."""
 
         def ignore_aliases(self, data: Any) -> bool:

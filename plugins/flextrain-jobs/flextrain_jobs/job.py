@@ -73,17 +73,16 @@ class Job:
             raise ConfigError(
                 f'launch.name: "{self.name}" is not allowed, give at most 50 lower-case letters, digits and -, a letter first'
             )
-        for name, value, low in (
+        least: Sequence[tuple[str, int | None, int]] = (
             ("nodes", self.nodes, 1),
             ("processes", self.processes, 1),
             ("max_restarts", self.restarts, 0),
             ("grace", self.grace_s, 10),
-        ):
-            if value < low:
+            ("cpus", self.cpus, 1),
+        )
+        for name, value, low in least:
+            if value is not None and value < low:
                 raise ConfigError(f"launch.{name}: {value} is not allowed, give {low} or more")
-        for name, value in (("cpus", self.cpus), ("time", self.time_s)):
-            if value is not None and value < 1:
-                raise ConfigError(f"launch.{name}: {value} is not allowed, give 1 or more")
         if self.gpus and self.processes > self.gpus:
             raise ConfigError(
                 f"launch.processes: {self.processes} share {self.gpus} GPUs, give one for each, or --gpus 0"
