@@ -151,12 +151,13 @@ def test_another_push_leaves_no_old_weights(checkpoint: Path, hub: Hub, tmp_path
     push_to_hub(checkpoint, "org/tiny", license="mit")
     others = {"figures/loss.png": b"png", "model_of_rewards.bin": b"bin"}
     hub.repositories["org/tiny"].update({"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}, **others)
-    pushed = push_to_hub(checkpoint, "org/tiny", license="mit", max_shard_size="20KB", folder=tmp_path / "out")
+    pushed = push_to_hub(checkpoint, "org/tiny", license="other", max_shard_size="20KB", folder=tmp_path / "out")
+    assert b"license: other" in hub.repositories["org/tiny"]["README.md"]
     there = hub.repositories["org/tiny"].keys()
     assert hub.commits[1][1] == ["adapter_config.json", "adapter_model.safetensors", "model.safetensors"]
     assert {"model.safetensors.index.json", "README.md", *others} <= there
     assert {path.name for path in pushed.files} <= there
-    push_to_hub(checkpoint, "org/tiny", license="mit")
+    push_to_hub(checkpoint, "org/tiny", license="other")
     assert "model.safetensors" in there
     assert not [name for name in there if "-of-" in name or "index" in name]
 
