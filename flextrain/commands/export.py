@@ -173,7 +173,7 @@ def _exported(arguments: argparse.Namespace) -> tuple[list[Path], str]:
     if arguments.hf:
         common |= dict(tokenizer=arguments.tokenizer, config=arguments.config)
         common["max_shard_size"] = arguments.max_shard_size or "5GB"
-        if not arguments.push:
+        if arguments.push is None:
             return export_hugging_face(*paths, **common), ""
         pushed = push_to_hub(
             arguments.checkpoint,

@@ -205,6 +205,7 @@ def test_a_card_of_one_s_own_stays(checkpoint: Path, hub: Hub, tmp_path: Path) -
             ["--hf", "--push", "a/b/c", "--license", "mit"],
             'push: "a/b/c" is not allowed, give NAME or ORGANISATION/NAME',
         ),
+        (["--hf", "--push", "", "--license", "mit"], 'push: "" is not allowed, give NAME or ORGANISATION/NAME'),
         (["--hf", "--push", "a", "--license", "MIT License"], 'push.license: "MIT License" is not allowed'),
     ],
 )
