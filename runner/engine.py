@@ -19,7 +19,7 @@ from ..core.device.device import to_device
 from ..core.device.host_copies import HostCopies
 from ..core.hugging_face.pretrained import describe, pretrained_in
 from ..core.model.base_model import module_to_set_up, run_forward
-from ..core.model.batch_keys import taken_keys
+from ..core.model.batch_keys import input_keys
 from ..core.random.generators import draw_seed, set_seed
 from ..optim.schedulers.replay import set_value, value_of
 from ..optim.wrapper import OptimWrapper
@@ -50,7 +50,7 @@ class _FunctionStepper(Stepper):
         self._function: LossFunction | None = None
         self._for_output = {"mode": "tensor"} if self.takes_mode else {}
         has_signature = not self.takes_mode and self._own_forward is None
-        self._taken = taken_keys(self.module, says=False) if has_signature else lambda batch: batch
+        self._taken = input_keys(self.module) if has_signature else lambda batch: batch
 
     def train_by(self, loss_fn: LossFunction | None, loss_weight: Callable[[Any], Any] | None) -> None:
         """Compute losses by a function, whose result is a mean of ``loss_weight(batch)`` items; None: by the model."""
