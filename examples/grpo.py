@@ -84,7 +84,9 @@ def train(engine: Engine, steps: int, count: int, group: int, updates: int) -> l
     """Return the mean reward of each step over all processes."""
     data = engine.strategy.topology.data
     if count % data.count:
-        raise SystemExit(f"--problems: {count} is not a multiple of the {data.count} processes that have data of their own")
+        raise SystemExit(
+            f"--problems: {count} is not a multiple of the {data.count} processes that have data of their own"
+        )
     history = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(1_000_000 + step)

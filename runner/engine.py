@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ..core.base.errors import ConfigError, StrategyError
 from ..core.checkpoint import as_path
 from ..core.checkpoint.foreign.download import local_copy
-from ..core.device.device import to_device
 from ..core.device.host_copies import HostCopies
 from ..core.hugging_face.pretrained import describe, pretrained_in
 from ..core.model.base_model import module_to_set_up, run_forward
@@ -49,8 +48,7 @@ class _FunctionStepper(Stepper):
         self._of_model = self._losses, self.weighing, self._for_loss
         self._function: LossFunction | None = None
         self._for_output = {"mode": "tensor"} if self.takes_mode else {}
-        has_signature = not self.takes_mode and self._own_forward is None
-        self._taken = input_keys(self.module) if has_signature else lambda batch: batch
+        self._taken: Callable[[Any], Any] = input_keys(self.module)
 
     def train_by(self, loss_fn: LossFunction | None, loss_weight: Callable[[Any], Any] | None) -> None:
         """Compute losses by a function, whose result is a mean of ``loss_weight(batch)`` items; None: by the model."""
@@ -73,7 +71,7 @@ class _FunctionStepper(Stepper):
         if self._function is not None:
             batch = self._to_device(batch, True)
             self._losses = partial(self._losses_of_function, batch)
-            batch = self._taken(batch)
+            batch = self._input(batch)
         return super().forward(batch)
 
     def _losses_of_function(self, batch: Any, data: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -82,21 +80,30 @@ class _FunctionStepper(Stepper):
         if isinstance(result, Tensor):
             result = {"loss": result}
         if not isinstance(result, Mapping) or not any("loss" in name for name in result):
-            gave = f"a dict with {', '.join(result) or 'nothing'}" if isinstance(result, Mapping) else type(result).__name__
+            gave = (
+                f"a dict with {', '.join(result) or 'nothing'}"
+                if isinstance(result, Mapping)
+                else type(result).__name__
+            )
             raise ConfigError(f"loss_fn: gave {gave}, return the loss, or a dict with a loss and what is to be logged")
         return self._read_losses(result)
 
     def _predict(self, batch: Any, mode: str) -> Any:
         batch = self._to_device(batch, False)
-        data = self.preprocess(self._taken(batch), False)
+        data = self.preprocess(self._input(batch), False)
         with self.strategy.autocast():
             output = self._output(data)
             return output if self._function is None else self._function(output, batch)
 
+    def _input(self, batch: Any) -> Any:
+        return (
+            batch if self.has_preprocessor else self._taken(batch)
+        )  # whose arguments are others than those of forward
+
     def _output(self, data: Any) -> Any:
         if self._own_forward is not None:
             return self._own_forward(data, "tensor")
-        return run_forward(self.model, data, **self._for_output)
+        return run_forward(self.model, self._taken(data), **self._for_output)
 
 
 class _AsRun:
@@ -110,7 +117,9 @@ class _AsRun:
         self.logger = logging.getLogger("flextrain")
         self.message_hub, self.hook_calls = MessageHub(topology=engine.strategy.topology), HookDispatcher()
         self.late_parameters: list[str] = []
-        self.schedulers: dict[str, list[Any]] = dict.fromkeys(self.optim_wrapper.wrappers, []) if self.optim_wrapper else {}
+        self.schedulers: dict[str, list[Any]] = (
+            {name: [] for name in self.optim_wrapper.wrappers} if self.optim_wrapper else {}
+        )
         self.iter = self._epoch = self._validated = 0
 
     @property
@@ -251,7 +260,9 @@ class Engine:
         if (batch is None) == (window is None) or (window is not None and not len(window)):
             raise ConfigError("Engine.forward_backward: give a batch, or window=[...] with one or more")
         if loss_weight is not None and loss_fn is None:
-            raise ConfigError("Engine.forward_backward.loss_weight: has no meaning without loss_fn, define it in the model")
+            raise ConfigError(
+                "Engine.forward_backward.loss_weight: has no meaning without loss_fn, define it in the model"
+            )
         batches = [batch] if window is None else list(window)
         self._refuse_parts("loss_fn", loss_fn, batches[0])
         self._stepper.train_by(loss_fn, loss_weight)
@@ -454,7 +465,9 @@ class Engine:
 def _check_wrapper(optim: OptimWrapper | OptimWrapperDict | None) -> None:
     """Raise ConfigError for several optimizers, and for windows that are not those of the calls."""
     if isinstance(optim, OptimWrapperDict):
-        raise ConfigError(f"optim_wrapper: has {len(optim)} optimizers, an Engine takes one; make an Engine for each model")
+        raise ConfigError(
+            f"optim_wrapper: has {len(optim)} optimizers, an Engine takes one; make an Engine for each model"
+        )
     if optim is not None and optim.accumulate != 1:
         raise ConfigError(
             f"{optim.where}.accumulative_counts: {optim.accumulate} has no meaning in an Engine, whose calls say what an update consists "

@@ -78,7 +78,9 @@ def kept_tensors(strategy: Strategy) -> Iterator[Tensor]:
     for wrapper in strategy.optim.wrappers.values() if strategy.optim is not None else ():
         yield from (parameter for group in wrapper.param_groups for parameter in group["params"])
         yield from tensors_in([*wrapper.optimizer.state.values()])
-    yield from (value for value in strategy.state().values() if isinstance(value, Tensor))  # what only a subclass has, too
+    yield from (
+        value for value in strategy.state().values() if isinstance(value, Tensor)
+    )  # what only a subclass has, too
 
 
 def size_of(tensor: Tensor) -> int:

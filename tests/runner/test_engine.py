@@ -34,15 +34,34 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "tp2": dict(type="MeshStrategy", tp=2),
     **{f"zero{stage}": dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=stage)) for stage in (1, 2, 3)},
     "cp2": dict(type="MeshStrategy", cp=2),
-    "pp2": dict(type="MeshStrategy", pp=2),
 }
 TOLERANCE = {name: 1e-5 if name.startswith("zero") else 1e-10 for name in STRATEGIES}
 """DeepSpeed computes norms and keeps some sums in float32."""
 
 
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+class Language(nn.Module):
+    """A Llama with a loss in float64, which transformers' own is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llm: Any = of_transformers("llama")
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        output = {"logits": self.llm(input_ids=input_ids).logits}
+        return output if labels is None else {**output, "loss": loss_of(output, {"labels": labels})}
+
+    def loss_weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return labels_in(batch)
+
+
 def model() -> nn.Module:
     torch.manual_seed(5)
-    return of_transformers("llama").double()
+    return Language().double()
 
 
 def batches(updates: int = 3) -> list[list[dict[str, Tensor]]]:
@@ -95,7 +114,7 @@ def by_runner(folder: Path | str, spec: Mapping[str, Any], updates: int = 3, **c
 
 def loss_of(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """The loss of a language model, of its own forward's output."""
-    logits, labels = output.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    logits, labels = output["logits"][:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
     return functional.cross_entropy(logits, labels, ignore_index=-100)
 
 
@@ -159,7 +178,13 @@ def of_two(kind: str, function: bool) -> Any:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "kind, function",
-    [of_two(kind, fn) for kind in STRATEGIES if kind != "single" for fn in (False, True) if (kind, fn) != ("cp2", True)],
+    [
+        of_two(kind, fn)
+        for kind in STRATEGIES
+        if kind != "single"
+        for fn in (False, True)
+        if (kind, fn) != ("cp2", True)
+    ],
 )
 def test_parity(workers2: WorkerGroup, kind: str, function: bool) -> None:
     for found in workers2.run(by_engine, STRATEGIES[kind], function):
@@ -191,7 +216,12 @@ def test_gradients_of_calls_add_up() -> None:
 @pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.deepspeed] * k.startswith("zero")) for k in STRATEGIES if k not in ("single", "cp2")]
+    "kind",
+    [
+        pytest.param(k, marks=[pytest.mark.deepspeed] * k.startswith("zero"))
+        for k in STRATEGIES
+        if k not in ("single", "cp2")
+    ],
 )
 def test_gradients_of_calls_add_up_on_two_processes(workers2: WorkerGroup, kind: str) -> None:
     for _, expected, found in workers2.run(two_calls, STRATEGIES[kind]):
@@ -219,33 +249,34 @@ def test_forward_is_an_evaluation_and_leaves_modes_as_they_are() -> None:
         module: Any = engine.strategy.module
         module.frozen.eval()
         x = torch.randn(8, 6)
-        first, second = (engine.forward({"x": x, "more": x}) for _ in range(2))
+        first, second = (engine.forward({"x": x, "beside": x}) for _ in range(2))
         assert torch.equal(first, second)
         assert not first.requires_grad
         assert (module.training, module.net[1].training, module.frozen.training) == (True, True, False)
-        assert torch.equal(engine.forward({"x": x, "more": x}, lambda output, batch: output + batch["more"][:, :4]), first + x[:, :4])
+        assert torch.equal(
+            engine.forward({"x": x, "beside": x}, lambda output, batch: output + batch["beside"][:, :4]), first + x[:, :4]
+        )
         assert torch.equal(module.frozen.running_mean, torch.zeros(4))
 
 
-def log_probabilities(spec: Mapping[str, Any]) -> Tensor | None:
+def log_probabilities(spec: Mapping[str, Any]) -> Tensor:
     """Of texts that all processes have."""
     with Engine(model(), {**spec, "device": DEVICE}, CLIPPED) as engine:
-        found = engine.forward(texts("llama", 4, 9), lambda output, batch: output.logits.log_softmax(-1)[..., 0])
-        return None if found is None else found.cpu()
+        found: Tensor = engine.forward(
+            texts("llama", 4, 9), lambda output, batch: output["logits"].log_softmax(-1)[..., 0]
+        )
+        return found.cpu()
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[] if k == "tp2" else pytest.mark.full) for k in ("tp2", "fsdp", "ddp", "pp2")]
+    "kind", [pytest.param(k, marks=[] if k == "tp2" else pytest.mark.full) for k in ("tp2", "fsdp", "ddp", "zero3")]
 )
 def test_outputs_are_those_of_one_device(workers2: WorkerGroup, kind: str) -> None:
     found = workers2.run(log_probabilities, STRATEGIES[kind])
     expected = log_probabilities(STRATEGIES["single"])
-    assert expected is not None
-    assert found[-1] is not None
     for each in found:
-        assert each is None or torch.allclose(each, expected, rtol=1e-10)
-    assert kind == "pp2" or found[0] is not None
+        assert torch.allclose(each, expected, rtol=max(TOLERANCE[kind], 1e-10))
 
 
 # The order of calls
@@ -267,7 +298,10 @@ class OwnUpdate(OptimWrapper):
 
 def test_what_an_engine_cannot_honour() -> None:
     cases: list[tuple[Callable[[], Any], str]] = [
-        (lambda: Engine(Mlp(), None, {**SGD, "accumulative_counts": 2}), "accumulative_counts: 2 has no meaning in an Engine"),
+        (
+            lambda: Engine(Mlp(), None, {**SGD, "accumulative_counts": 2}),
+            "accumulative_counts: 2 has no meaning in an Engine",
+        ),
         (lambda: Engine(Mlp(), None, dict(a=SGD, b=SGD)), "optim_wrapper: has 2 optimizers, an Engine takes one"),
         (lambda: Engine(OwnStep(), None, SGD), "OwnStep defines its own train_step"),
         (lambda: Engine(Mlp(), None, dict(type=OwnUpdate, **SGD)), "OwnUpdate defines its own update_params"),
@@ -410,7 +444,11 @@ def test_checkpoints_between_strategies(tmp_path: Path, workers2: WorkerGroup, w
     """An engine's checkpoint is resumed by a runner, and loaded by an engine, under another strategy."""
 
     def run(function: Any, *arguments: Any, kind: str) -> list[Any]:
-        return [function(*arguments, STRATEGIES[kind])] if kind == "single" else workers2.run(function, *arguments, STRATEGIES[kind])
+        return (
+            [function(*arguments, STRATEGIES[kind])]
+            if kind == "single"
+            else workers2.run(function, *arguments, STRATEGIES[kind])
+        )
 
     run(by_engine_to, str(tmp_path), kind=writer)
     found = run(by_engine_from, str(tmp_path / "iter_2"), kind=reader)
@@ -440,24 +478,22 @@ def test_weights_alone(tmp_path: Path) -> None:
 # Sleep
 
 
-def asleep(spec: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Bytes that were freed, those that are left, and how many tensors of the state differ from before, after waking.
-
-    Then two engines make one more update, of which only one has slept.
-    """
+def asleep(spec: Mapping[str, Any]) -> tuple[int, int, int, float]:
+    """Bytes that were freed, those that are left, how many tensors of the state differ after waking, and the next update's norm."""
     with Engine(model(), {**spec, "device": DEVICE}, CLIPPED) as engine:
         advance(engine, batches()[:1])
         before, freed, left = whole_state(engine.strategy), [], 0
         for _ in range(2):
             freed.append(engine.sleep())
-            left += sum(t.untyped_storage().nbytes() for t in engine.strategy.module.parameters() if type(t) is nn.Parameter)
+            left += sum(
+                t.untyped_storage().nbytes() for t in engine.strategy.module.parameters() if type(t) is nn.Parameter
+            )
             engine.wake()
         assert freed[0] == freed[1]
         after = whole_state(engine.strategy)
         wrong = sum(not same(after[key], value) for key, value in before.items())
         _, norms = advance(engine, batches()[1:2])
-        same_numbers(norms, [reference()[1][1]], "the gradient norm", 1e-5)
-        return freed[0], left, wrong
+        return freed[0], left, wrong, norms[0]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -465,24 +501,27 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_sleep_frees_memory_and_waking_brings_back_the_bits() -> None:
-    freed, left, wrong = asleep(STRATEGIES["single"])
+    freed, left, wrong, norm = asleep(STRATEGIES["single"])
     size = sum(parameter.nbytes for parameter in model().parameters())
     assert freed > 3 * size, "weights, and two moments of each"
-    assert (left, wrong) == (0, 0)
+    assert (left, wrong, norm) == (0, 0, reference()[1][1])
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=[*([pytest.mark.deepspeed] * kind.startswith("zero")), *([pytest.mark.full] * (kind != "fsdp"))])
+        pytest.param(
+            kind, marks=[*([pytest.mark.deepspeed] * kind.startswith("zero")), *([pytest.mark.full] * (kind != "fsdp"))]
+        )
         for kind in STRATEGIES
         if kind != "single"
     ],
 )
 def test_sleep_on_two_processes(workers2: WorkerGroup, kind: str) -> None:
     size = sum(parameter.nbytes for parameter in model().parameters())
-    for freed, _, wrong in workers2.run(asleep, STRATEGIES[kind]):
+    for freed, _, wrong, norm in workers2.run(asleep, STRATEGIES[kind]):
+        assert norm == pytest.approx(reference()[1][1], rel=TOLERANCE[kind])
         assert freed > size, "one and a half of the whole where weights and moments are sharded over two"
         assert wrong == 0
 
@@ -508,6 +547,9 @@ def test_a_function_does_not_see_parts_of_a_batch(workers2: WorkerGroup) -> None
 
 
 def refused() -> str:
-    with Engine(model(), {**STRATEGIES["cp2"], "device": DEVICE}, CLIPPED) as engine, pytest.raises(StrategyError) as error:
+    with (
+        Engine(model(), {**STRATEGIES["cp2"], "device": DEVICE}, CLIPPED) as engine,
+        pytest.raises(StrategyError) as error,
+    ):
         engine.forward_backward(texts("llama", 4, 0), loss_of)
     return str(error.value)
