@@ -254,7 +254,8 @@ def test_forward_is_an_evaluation_and_leaves_modes_as_they_are() -> None:
         assert not first.requires_grad
         assert (module.training, module.net[1].training, module.frozen.training) == (True, True, False)
         assert torch.equal(
-            engine.forward({"x": x, "beside": x}, lambda output, batch: output + batch["beside"][:, :4]), first + x[:, :4]
+            engine.forward({"x": x, "beside": x}, lambda output, batch: output + batch["beside"][:, :4]),
+            first + x[:, :4],
         )
         assert torch.equal(module.frozen.running_mean, torch.zeros(4))
 
