@@ -47,6 +47,7 @@ class _FunctionStepper(Stepper):
         super().__init__(strategy, model, optim)
         self._of_model = self._losses, self.weighing, self._for_loss
         self._function: LossFunction | None = None
+        self._weighing: tuple[Any, Weighing] | None = None  # of the last function, which warns once
         self._for_output = {"mode": "tensor"} if self.takes_mode else {}
         self._taken: Callable[[Any], Any] = input_keys(self.module)
 
@@ -54,9 +55,10 @@ class _FunctionStepper(Stepper):
         """Compute losses by a function, whose result is a mean of ``loss_weight(batch)`` items; None: by the model."""
         self._losses, self.weighing, self._for_loss = self._of_model
         self._function = loss_fn
+        if loss_weight is not None and (self._weighing is None or self._weighing[0] is not loss_weight):
+            self._weighing = loss_weight, Weighing(loss_weight, self.strategy.device, self.strategy.topology)
         if loss_fn is not None:
-            weighs = loss_weight is not None
-            self.weighing = Weighing(loss_weight, self.strategy.device, self.strategy.topology) if weighs else None
+            self.weighing = None if loss_weight is None or self._weighing is None else self._weighing[1]
 
     def predict_by(self, output_fn: LossFunction | None) -> None:
         """Give what a function makes of outputs; None: the outputs."""
@@ -415,8 +417,9 @@ class Engine:
         """
         self._check("sleep", no_gradients=True)
         self._memory = self._memory or HostCopies()
+        freed = self._memory.take(kept_tensors(self.strategy), self.strategy.device)
         self._is_asleep = True
-        return self._memory.take(kept_tensors(self.strategy), self.strategy.device)
+        return freed
 
     def wake(self) -> None:
         """Bring back what ``sleep`` has moved, with the same bits.
