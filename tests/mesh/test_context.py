@@ -739,10 +739,10 @@ def test_broken_on_purpose(workers2: WorkerGroup, fault: str) -> None:
 
 def found_after_gathering() -> list[str | None]:
     """In a worker: what is found in forwards that multiply rows of all processes, of equal and of other positions."""
-    group, found = init_device_mesh("cpu", (2,)), []
+    group, found = init_device_mesh(DEVICE, (2,)), []
     for shift in (0, 1):
         mixed = MixedPositions(nn.Module(), lambda: False)
-        rows = torch.randn(2, 16, requires_grad=True)
+        rows = torch.randn(2, 16, device=DEVICE, requires_grad=True)
         mixed.mark(rows, 1)
         with mixed.watching():
             everyones = functional_collectives.all_gather_tensor(rows * 2, 0, group)  # waited for by what reads it

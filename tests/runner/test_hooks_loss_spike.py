@@ -129,7 +129,7 @@ def test_the_run_is_one_without_the_bad_data(tmp_path: Path) -> None:
     with log_lines() as lines:
         trained, found = run(tmp_path / "spike", data)
     (line,) = (line for line in lines if "loss spikes" in line)
-    begins = r"Iteration 53: the loss spikes, up to 8\.9\de\+04 with a limit of [78]\.\d+, 1 of 3 times that a run may go back; training goes on from "
+    begins = r"Iteration 53: the loss spikes, up to 8\.9\d+e\+04 with a limit of [78]\.\d+, 1 of 3 times that a run may go back; training goes on from "
     assert re.match(begins, line)
     assert line.endswith(
         f"{tmp_path / 'spike' / 'iter_40'}, iteration 40, and leaves out samples 160 to 220 of epoch 1"

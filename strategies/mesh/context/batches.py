@@ -162,10 +162,7 @@ class SequenceBatches:
             cut[key] = self.shards(lengths[key]).cut(whole[key], dim, self.index).contiguous()
         cut.whole, cut.shards, cut.dim, cut.dims = batch, shards, dims[main] % whole[main].ndim, dims
         cut.of_encoder = self.shards(lengths[mains[1]]) if len(mains) > 1 else None
-        cut.documents, cut.is_full = (
-            documents,
-            self.of_transformers and _are_full([whole.get(key) for key in self._masks]),
-        )
+        cut.documents, cut.is_full = documents, _are_full([whole.get(key) for key in self._masks])
         cut.size = whole[main].shape[0] if cut.dim else None
         cut.is_sum = self.divides and cut.get("num_items_in_batch") is not None
         ignoring = self._ignoring(whole, dims)
