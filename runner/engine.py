@@ -45,7 +45,7 @@ class _FunctionStepper(Stepper):
 
     def __init__(self, strategy: Strategy, model: nn.Module, optim: OptimWrapper | None) -> None:
         super().__init__(strategy, model, optim)
-        self._of_model = self._losses, self.weighing, self._for_loss
+        self._of_model = self._losses, self.weighing
         self._function: LossFunction | None = None
         self._weighing: tuple[Any, Weighing] | None = None  # of the last function, which warns once
         self._for_output = {"mode": "tensor"} if self.takes_mode else {}
@@ -53,12 +53,16 @@ class _FunctionStepper(Stepper):
 
     def train_by(self, loss_fn: LossFunction | None, loss_weight: Callable[[Any], Any] | None) -> None:
         """Compute losses by a function, whose result is a mean of ``loss_weight(batch)`` items; None: by the model."""
-        self._losses, self.weighing, self._for_loss = self._of_model
+        self._losses, self.weighing = self._of_model
         self._function = loss_fn
-        if loss_weight is not None and (self._weighing is None or self._weighing[0] is not loss_weight):
-            self._weighing = loss_weight, Weighing(loss_weight, self.strategy.device, self.strategy.topology)
-        if loss_fn is not None:
-            self.weighing = None if loss_weight is None or self._weighing is None else self._weighing[1]
+        if loss_fn is None:
+            return
+        self.weighing = None
+        if loss_weight is not None:
+            if self._weighing is None or self._weighing[0] is not loss_weight:
+                made = Weighing(loss_weight, self.strategy.device, self.strategy.topology, where="loss_weight")
+                self._weighing = loss_weight, made
+            self.weighing = self._weighing[1]
 
     def predict_by(self, output_fn: LossFunction | None) -> None:
         """Give what a function makes of outputs; None: the outputs."""
@@ -79,16 +83,14 @@ class _FunctionStepper(Stepper):
     def _losses_of_function(self, batch: Any, data: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
         assert self._function is not None
         result = self._function(self._output(data), batch)
-        if isinstance(result, Tensor):
-            result = {"loss": result}
-        if not isinstance(result, Mapping) or not any("loss" in name for name in result):
-            gave = (
-                f"a dict with {', '.join(result) or 'nothing'}"
-                if isinstance(result, Mapping)
-                else type(result).__name__
-            )
-            raise ConfigError(f"loss_fn: gave {gave}, return the loss, or a dict with a loss and what is to be logged")
-        return self._read_losses(result)
+        values = {"loss": result} if isinstance(result, Tensor) else result
+        if not isinstance(values, Mapping) or "loss" not in values:
+            gave = f"a dict with {', '.join(map(str, values)) or 'nothing'}" if isinstance(values, Mapping) else kind_of(values)
+            raise ConfigError(f"loss_fn: gave {gave}, return the loss, or a dict with loss and other values to log")
+        for name, value in values.items():
+            if not isinstance(value, Tensor) or value.dim():
+                raise ConfigError(f"loss_fn: {name} is {kind_of(value)}, return tensors without dimensions, such as a mean")
+        return values["loss"], values
 
     def _predict(self, batch: Any, mode: str) -> Any:
         batch = self._to_device(batch, False)
@@ -98,9 +100,8 @@ class _FunctionStepper(Stepper):
             return output if self._function is None else self._function(output, batch)
 
     def _input(self, batch: Any) -> Any:
-        return (
-            batch if self.has_preprocessor else self._taken(batch)
-        )  # whose arguments are others than those of forward
+        # A preprocessor's arguments are others than those of forward.
+        return batch if self.has_preprocessor else self._taken(batch)
 
     def _output(self, data: Any) -> Any:
         if self._own_forward is not None:
@@ -108,20 +109,23 @@ class _FunctionStepper(Stepper):
         return run_forward(self.model, self._taken(data), **self._for_output)
 
 
+def kind_of(value: Any) -> str:
+    """What a value is, in words for a message."""
+    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
 class _AsRun:
     """An engine as saving and loading see it: a run that has neither data nor hooks nor schedules."""
 
-    by_epoch, data, hooks, config_text = False, None, (), ""
+    by_epoch, data, hooks, config_text, experiment_name = False, None, (), "", "engine"
+    logger = logging.getLogger("flextrain")
 
     def __init__(self, engine: Engine, hugging_face: Any) -> None:
         self.strategy, self.optim_wrapper, self.seed = engine.strategy, engine.optim_wrapper, engine.seed
-        self.experiment_name, self.hugging_face = "engine", hugging_face
-        self.logger = logging.getLogger("flextrain")
+        self.hugging_face = hugging_face
         self.message_hub, self.hook_calls = MessageHub(topology=engine.strategy.topology), HookDispatcher()
         self.late_parameters: list[str] = []
-        self.schedulers: dict[str, list[Any]] = (
-            {name: [] for name in self.optim_wrapper.wrappers} if self.optim_wrapper else {}
-        )
+        self.schedulers: dict[str, list[Any]] = {"": []} if self.optim_wrapper is not None else {}
         self.iter = self._epoch = self._validated = 0
 
     @property
@@ -238,10 +242,9 @@ class Engine:
 
         Args:
             batch: a micro-batch, as a dataloader gives it; a mapping is passed by name. What forward does not take is left out.
-            loss_fn: ``loss_fn(output, batch)`` gives the loss, 0-dim, or a dict: its ``loss``, or the sum of all whose name contains
-                "loss", is differentiated, and other scalars are returned. ``output`` is what forward gives, under ``mode="tensor"`` if it
-                has a mode, and ``batch`` the whole batch on the device. It is called under autocast, on the processes that have
-                the output. None: the model's own loss.
+            loss_fn: ``loss_fn(output, batch)`` gives the loss, 0-dim, or a dict with ``loss`` and other 0-dim tensors to return. ``output``
+                is what forward gives, under ``mode="tensor"`` if it has a mode, and ``batch`` the whole batch on the device. It is called
+                under autocast, on the processes that have the output. None: the model's own loss.
             window: several micro-batches in place of ``batch``.
             loss_weight: ``loss_weight(batch)``, the number of items, such as tokens, of which the result of ``loss_fn`` is a mean. All items
                 of the call then count the same, on every process, as with the model's ``loss_weight`` for its own loss. None: all
@@ -292,6 +295,7 @@ class Engine:
             the update was skipped, because a gradient overflowed or no item of any call counted.
 
         Raises:
+            ConfigError: ``lr`` is below 0.
             StrategyError: there was no ``forward_backward`` since the last update, or it has failed.
         """
         self._check("optim_step")
@@ -299,6 +303,8 @@ class Engine:
             raise StrategyError("Engine.optim_step(): there are no gradients, call forward_backward() first")
         assert self.optim_wrapper is not None
         if lr is not None:
+            if not lr >= 0:
+                raise ConfigError(f"Engine.optim_step.lr: {lr} is not allowed, give 0 or more")
             for group, ratio in zip(self.optim_wrapper.param_groups, self._rates, strict=True):
                 set_value(group, "lr", lr * ratio)
         self._is_torn = True
@@ -441,7 +447,7 @@ class Engine:
             self._is_closed = True
             self._memory = None
             self.strategy.leave()
-            del self.model, self._stepper, self._run
+            del self.model, self.optim_wrapper, self._stepper, self._run.optim_wrapper
 
     def __enter__(self) -> Engine:
         return self

@@ -397,9 +397,7 @@ class Stepper:
         return self.parse(self._own_forward(data, "loss"))  # type: ignore[no-any-return]
 
     def _losses_of_result(self, data: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
-        return self._read_losses(run_forward(self.model, data, **self._for_loss))
-
-    def _read_losses(self, result: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+        result = run_forward(self.model, data, **self._for_loss)
         total, logs = self.parse(losses_of(result, self.module))
         if not self._has_looked:
             self._look_for_losses(result)

@@ -266,9 +266,10 @@ def save(
         state |= state_left_out(strategy)
     if save_param_scheduler:
         state.update(scheduler_states(runner))
-    trains, data = runner.optim_wrapper is not None, None
-    if trains:  # a run without training may export its model
-        state["loop"], data = runner.train_loop.state_dict(), runner.train_loop.data
+    trains = runner.optim_wrapper is not None
+    data = runner.train_loop.data if trains else None  # a run without training may export its model
+    if trains:
+        state["loop"] = runner.train_loop.state_dict()
     if data is not None:  # an Engine is given its batches
         state["data"] = data_facts(runner, state["loop"]).model_dump()
     state["processes"] = topology.data.count  # those with their own data shard, and so their own RNG state

@@ -34,9 +34,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "tp2": dict(type="MeshStrategy", tp=2),
     **{f"zero{stage}": dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=stage)) for stage in (1, 2, 3)},
     "cp2": dict(type="MeshStrategy", cp=2),
+    "pp2": dict(type="MeshStrategy", pp=2),
 }
-TOLERANCE = {name: 1e-5 if name.startswith("zero") else 1e-10 for name in STRATEGIES}
-"""DeepSpeed computes norms and keeps some sums in float32."""
+TOLERANCE = {name: 2e-4 if name.startswith("zero") else 1e-10 for name in STRATEGIES}
+"""DeepSpeed trains in float32, from the same values, and all others in float64."""
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +60,9 @@ class Language(nn.Module):
         return labels_in(batch)
 
 
-def model() -> nn.Module:
+def model(spec: Mapping[str, Any]) -> nn.Module:
     torch.manual_seed(5)
-    return Language().double()
+    return Language().to(torch.float32 if spec["type"] == "DeepSpeedStrategy" else torch.float64)
 
 
 def batches(updates: int = 3) -> list[list[dict[str, Tensor]]]:
@@ -92,7 +93,7 @@ def runner(
     history = History()
     flat = [batch for window in windows or batches(updates) for batch in window]
     made = FlexibleRunner(
-        model=model(),
+        model=model(spec),
         work_dir=str(folder),
         strategy={**spec, "device": DEVICE},
         train_dataloader=flat,
@@ -140,7 +141,7 @@ def advance(engine: Engine, windows: list[Any], function: bool = False) -> tuple
 
 
 def by_engine(spec: Mapping[str, Any], function: bool = False) -> Trace:
-    with Engine(model(), {**spec, "device": DEVICE}, CLIPPED) as engine:
+    with Engine(model(spec), {**spec, "device": DEVICE}, CLIPPED) as engine:
         losses, norms = advance(engine, batches(), function)
         return losses, norms, whole_model(engine.strategy)
 
@@ -191,41 +192,117 @@ def test_parity(workers2: WorkerGroup, kind: str, function: bool) -> None:
         compare(found, reference(), TOLERANCE[kind])
 
 
-def two_calls(spec: Mapping[str, Any]) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Weights after a window of two, and after two calls whose losses are divided by two."""
+def halved(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    return loss_of(output, batch) / 2
+
+
+def two_calls(spec: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights after windows of two, and after two calls whose losses are divided by two."""
     ends = []
-    for windows in (True, False):
-        with Engine(model(), {**spec, "device": DEVICE}, CLIPPED) as engine:
+    for of_windows in (True, False):
+        with Engine(model(spec), {**spec, "device": DEVICE}, CLIPPED) as engine:
             for window in batches(2):
                 parts = own(window, engine)
-                if windows:
+                if of_windows:
                     engine.forward_backward(window=parts, loss_fn=loss_of)
                 else:
                     for part in parts:
-                        engine.forward_backward(part, lambda output, batch: loss_of(output, batch) / 2)
+                        engine.forward_backward(part, halved)
                 engine.optim_step()
             ends.append(whole_model(engine.strategy))
-    return [], ends[0], ends[1]
+    return ends[0], ends[1]
 
 
 def test_gradients_of_calls_add_up() -> None:
-    _, expected, found = two_calls(STRATEGIES["single"])
+    expected, found = two_calls(STRATEGIES["single"])
     same_tensors(found, expected, "weights", 1e-12)
 
 
 @pytest.mark.full
 @pytest.mark.distributed
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("is_half", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_adds_up_calls_as_it_does_windows(workers2: WorkerGroup, stage: int, is_half: bool) -> None:
+    half = dict(bf16=dict(enabled=True)) if is_half else {}
+    for expected, found in workers2.run(two_calls, {**STRATEGIES["zero1"], "zero_optimization": dict(stage=stage), **half}):
+        assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
+
+
+def square(output: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    value = output["logits"].square().mean()
+    return {"loss": 0.1 * value, "square": value}
+
+
+def of_rows(batch: Mapping[str, Tensor]) -> int:
+    return len(batch["labels"])
+
+
+def first_log_probs(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    return output["logits"].log_softmax(-1)[..., 0]  # type: ignore[no-any-return]
+
+
+Mixed = tuple[list[float], list[Any], dict[str, Tensor]]
+
+
+def mixed(spec: Mapping[str, Any], functions: bool = True) -> Mixed:
+    """Updates of three calls, with losses and numbers of texts of their own, and outputs before, between and after them."""
+    norms, outputs = [], []
+    by_label = dict(loss_fn=loss_of, loss_weight=labels_in) if functions else {}
+    by_row = dict(loss_fn=square, loss_weight=of_rows) if functions else {}
+    with Engine(model(spec), {**spec, "device": DEVICE}, CLIPPED) as engine:
+
+        def look() -> None:
+            found = engine.forward(texts("llama", 4, 9), first_log_probs if functions else None)
+            found = found["logits"].log_softmax(-1)[..., 0] if isinstance(found, Mapping) else found
+            outputs.append(None if found is None else found.cpu())
+
+        for (first, second), (third, _) in zip(batches(2), batches(4)[2:], strict=True):
+            three = {name: values[:3] for name, values in third.items()}
+            first, second, three = own([first, second, three], engine)
+            look()
+            engine.forward_backward(first, **by_label)  # type: ignore[arg-type]
+            look()
+            engine.forward_backward(window=[second, first])
+            engine.forward_backward(three, **by_row)  # type: ignore[arg-type]
+            look()
+            norms.append(float(engine.optim_step(lr=1e-3)))  # type: ignore[arg-type]
+        look()
+        return norms, outputs, whole_model(engine.strategy)
+
+
+@functools.cache
+def mixed_alone(functions: bool) -> Mixed:
+    with alone():
+        return mixed(STRATEGIES["single"], functions)
+
+
+def test_outputs_change_with_updates_only() -> None:
+    _, outputs, _ = mixed_alone(True)
+    assert [torch.equal(one, other) for one, other in zip(outputs, outputs[1:], strict=False)] == [True, True, False] * 2
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(k, marks=[pytest.mark.deepspeed] * k.startswith("zero"))
-        for k in STRATEGIES
-        if k not in ("single", "cp2")
+        pytest.param(
+            kind, marks=[*([pytest.mark.full] * (kind != "fsdp")), *([pytest.mark.deepspeed] * kind.startswith("zero"))]
+        )
+        for kind in STRATEGIES
+        if kind != "single"
     ],
 )
-def test_gradients_of_calls_add_up_on_two_processes(workers2: WorkerGroup, kind: str) -> None:
-    for _, expected, found in workers2.run(two_calls, STRATEGIES[kind]):
-        same_tensors(found, expected, "weights", TOLERANCE[kind])
+def test_calls_of_several_losses(workers2: WorkerGroup, kind: str) -> None:
+    functions = kind != "cp2"
+    norms, outputs, weights = mixed_alone(functions)
+    found = workers2.run(mixed, STRATEGIES[kind], functions)
+    assert any(each[1][0] is not None for each in found)
+    for own_norms, own_outputs, own_weights in found:
+        same_numbers(own_norms, norms, "the gradient norm", TOLERANCE[kind])
+        same_tensors(own_weights, weights, "weights", TOLERANCE[kind])
+        for one, expected in zip(own_outputs, outputs, strict=True):
+            assert one is None or torch.allclose(one, expected, rtol=10 * TOLERANCE[kind], atol=TOLERANCE[kind])
 
 
 # Outputs
@@ -258,26 +335,6 @@ def test_forward_is_an_evaluation_and_leaves_modes_as_they_are() -> None:
             first + x[:, :4],
         )
         assert torch.equal(module.frozen.running_mean, torch.zeros(4))
-
-
-def log_probabilities(spec: Mapping[str, Any]) -> Tensor:
-    """Of texts that all processes have."""
-    with Engine(model(), {**spec, "device": DEVICE}, CLIPPED) as engine:
-        found: Tensor = engine.forward(
-            texts("llama", 4, 9), lambda output, batch: output["logits"].log_softmax(-1)[..., 0]
-        )
-        return found.cpu()
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[] if k == "tp2" else pytest.mark.full) for k in ("tp2", "fsdp", "ddp", "zero3")]
-)
-def test_outputs_are_those_of_one_device(workers2: WorkerGroup, kind: str) -> None:
-    found = workers2.run(log_probabilities, STRATEGIES[kind])
-    expected = log_probabilities(STRATEGIES["single"])
-    for each in found:
-        assert torch.allclose(each, expected, rtol=max(TOLERANCE[kind], 1e-10))
 
 
 # The order of calls
@@ -322,8 +379,12 @@ def test_calls_in_the_wrong_order() -> None:
                 engine.forward_backward(**options)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="loss_weight: has no meaning without loss_fn"):
             engine.forward_backward(batch, loss_weight=len)
-        with pytest.raises(ConfigError, match="loss_fn: gave a dict with accuracy, return the loss"):
-            engine.forward_backward(batch, lambda output, batch: {"accuracy": output.mean()})
+        with pytest.raises(ConfigError, match=r"Engine.optim_step.lr: -0.1 is not allowed"):
+            engine.forward_backward(batch)
+            engine.optim_step(lr=-0.1)
+        engine.abort_update()
+        with pytest.raises(RuntimeError, match="in a loss"):
+            engine.forward_backward(batch, fails)
         with pytest.raises(StrategyError, match=r"failed in the middle of an update; call abort_update\(\)"):
             engine.optim_step()
         engine.abort_update()
@@ -348,6 +409,29 @@ def test_calls_in_the_wrong_order() -> None:
     for call in (engine.optim_step, lambda: engine.forward(batch), engine.wake, engine.sleep):
         with pytest.raises(StrategyError, match="this engine is closed"):
             call()
+    assert engine.iter == 1
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (lambda output: None, "gave NoneType, return the loss"),
+        (lambda output: 0.5, "gave float, return the loss"),
+        (lambda output: {}, "gave a dict with nothing, return the loss"),
+        (lambda output: {"policy_loss": output.mean()}, "gave a dict with policy_loss, return the loss"),
+        (lambda output: output, r"loss is of shape \(4, 5\), return tensors without dimensions"),
+        (lambda output: {"loss": output.mean(), "kl": 0.1}, "kl is float, return tensors without dimensions"),
+        (lambda output: {"loss": output.mean(), "each": output[0]}, r"each is of shape \(5,\), return tensors"),
+    ],
+)
+def test_what_a_loss_function_may_not_give(given: Callable[[Tensor], Any], said: str) -> None:
+    with Engine(Mlp(), None, SGD) as engine, pytest.raises(ConfigError, match=rf"^loss_fn: {said}"):
+        engine.forward_backward(Mlp.sample(4, 0), lambda output, batch: given(output))
+
+
+def test_what_a_weight_may_not_be() -> None:
+    with Engine(Mlp(), None, SGD) as engine, pytest.raises(ConfigError, match=r"^loss_weight: gave -1.0, give"):
+        engine.forward_backward(Mlp.sample(4, 0), lambda output, batch: output.mean(), loss_weight=lambda batch: -1)
 
 
 def test_a_failed_call_leaves_no_gradient_behind() -> None:
@@ -362,6 +446,55 @@ def test_a_failed_call_leaves_no_gradient_behind() -> None:
 
 def fails(output: Any, batch: Any) -> Any:
     raise RuntimeError("in a loss")
+
+
+def aborted(spec: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
+    """What ``abort_update`` says in the middle of an update, and the weights after the next one, made by the same calls without it."""
+    with Engine(model(spec), {**spec, "device": DEVICE}, CLIPPED) as engine:
+        first, second = batches(2)
+        engine.forward_backward(own(second, engine)[0])
+        with pytest.raises(RuntimeError, match="in a loss"):
+            engine.forward_backward(own(second, engine)[1], fails)
+        try:
+            engine.abort_update()
+        except StrategyError as error:
+            return str(error), {}
+        advance(engine, [first])
+        return "", whole_model(engine.strategy)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.deepspeed] * k.startswith("zero")) for k in ("ddp", "fsdp", "tp2", "pp2", "zero2")]
+)
+def test_a_failed_call_on_two_processes(workers2: WorkerGroup, kind: str) -> None:
+    """Either its gradients are dropped, or the engine says that they cannot be."""
+    _, expected = aborted(STRATEGIES["single"])
+    for said, found in workers2.run(aborted, STRATEGIES[kind]):
+        if kind in ("fsdp", "zero2"):
+            assert "still has its gradients; make another runner" in said
+        else:
+            assert said == ""
+            same_tensors(found, expected, "weights", TOLERANCE[kind])
+
+
+def test_an_overflow_in_one_call_skips_the_update() -> None:
+    half = dict(type="AmpOptimWrapper", dtype="float16", loss_scale=dict(init_scale=256.0), clip_grad=dict(max_norm=1.0), **SGD)
+    batch = Mlp.sample(4, 0)
+    with Engine(Mlp(), None, half) as engine:
+        wrapper: Any = engine.optim_wrapper
+        before = whole_model(engine.strategy)
+        engine.forward_backward(batch)
+        engine.forward_backward(batch, lambda output, batch: output.float().mean() * 1e38 * 1e3)
+        engine.optim_step()
+        assert (wrapper.last_step.skipped, wrapper.loss_scaler.get_scale(), engine.iter) == (True, 128.0, 1)
+        assert all(torch.equal(value, before[name]) for name, value in whole_model(engine.strategy).items())
+        engine.forward_backward(batch)
+        norm = engine.optim_step()
+        assert norm is not None
+        assert norm.isfinite()
+        assert not wrapper.last_step.skipped
 
 
 def test_learning_rates_keep_their_ratios() -> None:
@@ -392,14 +525,14 @@ def test_an_update_without_items_is_skipped() -> None:
 
 def by_engine_to(folder: str, spec: Mapping[str, Any]) -> None:
     """Two updates and a save."""
-    with Engine(model(), {**spec, "device": DEVICE}, CLIPPED) as engine:
+    with Engine(model(spec), {**spec, "device": DEVICE}, CLIPPED) as engine:
         advance(engine, batches()[:2])
         engine.save(f"{folder}/iter_2")
 
 
 def by_engine_from(path: str, spec: Mapping[str, Any]) -> Trace:
     """The third update, from a checkpoint."""
-    with Engine(model(), {**spec, "device": DEVICE}, CLIPPED) as engine:
+    with Engine(model(spec), {**spec, "device": DEVICE}, CLIPPED) as engine:
         engine.load(path)
         assert engine.iter == 2
         losses, norms = advance(engine, batches()[2:])
@@ -481,7 +614,7 @@ def test_weights_alone(tmp_path: Path) -> None:
 
 def asleep(spec: Mapping[str, Any]) -> tuple[int, int, int, float]:
     """Bytes that were freed, those that are left, how many tensors of the state differ after waking, and the next update's norm."""
-    with Engine(model(), {**spec, "device": DEVICE}, CLIPPED) as engine:
+    with Engine(model(spec), {**spec, "device": DEVICE}, CLIPPED) as engine:
         advance(engine, batches()[:1])
         before, freed, left = whole_state(engine.strategy), [], 0
         for _ in range(2):
@@ -494,6 +627,7 @@ def asleep(spec: Mapping[str, Any]) -> tuple[int, int, int, float]:
         after = whole_state(engine.strategy)
         wrong = sum(not same(after[key], value) for key, value in before.items())
         _, norms = advance(engine, batches()[1:2])
+        engine.sleep()  # and closes in its sleep
         return freed[0], left, wrong, norms[0]
 
 
@@ -503,7 +637,7 @@ def same(one: Any, other: Any) -> bool:
 
 def test_sleep_frees_memory_and_waking_brings_back_the_bits() -> None:
     freed, left, wrong, norm = asleep(STRATEGIES["single"])
-    size = sum(parameter.nbytes for parameter in model().parameters())
+    size = sum(parameter.nbytes for parameter in model(STRATEGIES["single"]).parameters())
     assert freed > 3 * size, "weights, and two moments of each"
     assert (left, wrong, norm) == (0, 0, reference()[1][1])
 
@@ -520,7 +654,7 @@ def test_sleep_frees_memory_and_waking_brings_back_the_bits() -> None:
     ],
 )
 def test_sleep_on_two_processes(workers2: WorkerGroup, kind: str) -> None:
-    size = sum(parameter.nbytes for parameter in model().parameters())
+    size = sum(parameter.nbytes for parameter in model(STRATEGIES[kind]).parameters())
     for freed, _, wrong, norm in workers2.run(asleep, STRATEGIES[kind]):
         assert norm == pytest.approx(reference()[1][1], rel=TOLERANCE[kind])
         assert freed > size, "one and a half of the whole where weights and moments are sharded over two"
@@ -549,8 +683,40 @@ def test_a_function_does_not_see_parts_of_a_batch(workers2: WorkerGroup) -> None
 
 def refused() -> str:
     with (
-        Engine(model(), {**STRATEGIES["cp2"], "device": DEVICE}, CLIPPED) as engine,
+        Engine(model(STRATEGIES["cp2"]), {**STRATEGIES["cp2"], "device": DEVICE}, CLIPPED) as engine,
         pytest.raises(StrategyError) as error,
     ):
         engine.forward_backward(texts("llama", 4, 0), loss_of)
     return str(error.value)
+
+
+# Several engines
+
+
+def beside_another(spec: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Weights after two updates, of an engine with others beside it, one of which is closed between the updates."""
+    with Engine(model(spec), {**spec, "device": DEVICE}, CLIPPED) as engine:
+        with Engine(model(other), {**other, "device": DEVICE}) as reference:
+            advance(engine, batches()[:1])
+            one, two = (each.forward(texts("llama", 4, 9), first_log_probs) for each in (reference, engine))
+            assert not torch.allclose(one.double(), two.double())
+        advance(engine, batches()[1:2])
+        with Engine(model(other), {**other, "device": DEVICE}, CLIPPED) as second:
+            advance(second, batches()[:1])
+        advance(engine, batches()[2:])
+        return whole_model(engine.strategy)
+
+
+def test_engines_beside_each_other() -> None:
+    same_tensors(beside_another(STRATEGIES["single"], STRATEGIES["single"]), reference()[2], "weights")
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "kind, other",
+    [("fsdp", "fsdp"), ("fsdp", "ddp"), ("tp2", "fsdp"), *(pytest.param(one, two, marks=pytest.mark.deepspeed) for one, two in (("zero2", "zero2"), ("zero3", "zero3"), ("zero3", "ddp"), ("fsdp", "zero3")))],
+)
+def test_engines_beside_each_other_on_two_processes(workers2: WorkerGroup, kind: str, other: str) -> None:
+    for found in workers2.run(beside_another, STRATEGIES[kind], STRATEGIES[other]):
+        same_tensors(found, reference()[2], "weights", TOLERANCE[kind])
