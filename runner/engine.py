@@ -85,11 +85,17 @@ class _FunctionStepper(Stepper):
         result = self._function(self._output(data), batch)
         values = {"loss": result} if isinstance(result, Tensor) else result
         if not isinstance(values, Mapping) or "loss" not in values:
-            gave = f"a dict with {', '.join(map(str, values)) or 'nothing'}" if isinstance(values, Mapping) else kind_of(values)
+            gave = (
+                f"a dict with {', '.join(map(str, values)) or 'nothing'}"
+                if isinstance(values, Mapping)
+                else kind_of(values)
+            )
             raise ConfigError(f"loss_fn: gave {gave}, return the loss, or a dict with loss and other values to log")
         for name, value in values.items():
             if not isinstance(value, Tensor) or value.dim():
-                raise ConfigError(f"loss_fn: {name} is {kind_of(value)}, return tensors without dimensions, such as a mean")
+                raise ConfigError(
+                    f"loss_fn: {name} is {kind_of(value)}, return tensors without dimensions, such as a mean"
+                )
         return values["loss"], values
 
     def _predict(self, batch: Any, mode: str) -> Any:

@@ -243,8 +243,7 @@ class Stepper:
             return self.run(window[0], 0)
         if not self._has_own_window:
             return self._run_window(window, self)
-        outputs = self._run_own_window(window)
-        return {name: value.detach() for name, value in outputs.items()}  # graphs would be kept until a line is read
+        return {name: value.detach() for name, value in self._run_own_window(window).items()}  # they are kept
 
     def _run_own_window(self, window: list[Any]) -> dict[str, Tensor]:
         if self.counted is None or not self.counted.has_filler:
