@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...core.base.trees import tensors_in
+from ...core.checkpoint.chunks import FlatShard
 from ...optim.adapters import OF_OTHERS, updates_matrices
 from ..base import Strategy
 
@@ -78,9 +79,9 @@ def kept_tensors(strategy: Strategy) -> Iterator[Tensor]:
     for wrapper in strategy.optim.wrappers.values() if strategy.optim is not None else ():
         yield from (parameter for group in wrapper.param_groups for parameter in group["params"])
         yield from tensors_in([*wrapper.optimizer.state.values()])
-    yield from (
-        value for value in strategy.state().values() if isinstance(value, Tensor)
-    )  # what only a subclass has, too
+    for value in strategy.state().values():  # what only a subclass has, too
+        if isinstance(value, Tensor):
+            yield value.to_local() if isinstance(value, FlatShard) else value
 
 
 def size_of(tensor: Tensor) -> int:
