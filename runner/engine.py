@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -217,7 +217,7 @@ class Engine:
                 f"Engine: {kind.__name__} defines its own {method}, which makes the update, and optim_step() has to; remove it, or train "
                 "with FlexibleRunner"
             )
-        self._run: Any = _AsRun(self, description)
+        self._run = cast(Any, _AsRun(self, description))
         for part in pretrained:
             read_pretrained(self._run, part)
         if optim is not None:
@@ -412,8 +412,8 @@ class Engine:
             prefix = ((r"^module\.", ""),)
             run_state.load_weights(self._run, local_copy(path), strict=True, revise_keys=prefix)
             return
-        left_out = dict.fromkeys(("param_scheduler", "hooks", "logs", "data"), False)
-        run_state.resume(self._run, as_path(path), Resume(random=random, verify=verify, **left_out))
+        kept = Resume(random=random, verify=verify, param_scheduler=False, hooks=False, logs=False, data=False)
+        run_state.resume(self._run, as_path(path), kept)
 
     # Memory
 

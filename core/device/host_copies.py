@@ -55,4 +55,4 @@ class HostCopies:
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     """The memory as a tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
