@@ -268,7 +268,7 @@ class Engine:
         self._check("forward_backward")
         if self.optim_wrapper is None:
             raise ConfigError("optim_wrapper: missing, Engine.forward_backward() needs it")
-        if (batch is None) == (window is None) or (window is not None and not len(window)):
+        if (batch is None) == (window is None) or not (window is None or (isinstance(window, Sequence) and window)):
             raise ConfigError("Engine.forward_backward: give a batch, or window=[...] with one or more")
         if loss_weight is not None and loss_fn is None:
             raise ConfigError(

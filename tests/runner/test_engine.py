@@ -303,6 +303,45 @@ def test_calls_of_several_losses(workers2: WorkerGroup, kind: str) -> None:
             )
 
 
+class Branches(nn.Module):
+    """Each row goes through one of two layers; a layer without rows is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, which: Tensor) -> Tensor:
+        x = self.first(x)
+        return torch.cat([layer(x[which == k]) for k, layer in enumerate(self.layers) if (which == k).any()])
+
+
+def by_branches(spec: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Weights after updates of calls in which all rows take one layer, each half of them its own, and all the other one."""
+    torch.manual_seed(3)
+    made = Branches().float() if spec["type"] == "DeepSpeedStrategy" else Branches().double()
+    with Engine(made, {**spec, "device": DEVICE}, dict(optimizer=ADAMW)) as engine:
+        for update in range(2):
+            for which in ([0] * 8, [0] * 4 + [1] * 4, [1] * 8, [update] * 8):
+                x = torch.randn(8, 6, generator=torch.Generator().manual_seed(sum(which)))
+                batch = {"x": x.to(made.first.weight.dtype), "which": torch.tensor(which)}
+                engine.forward_backward(*own([batch], engine), lambda output, batch: output.square().mean())
+            engine.optim_step()
+        return whole_model(engine.strategy)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=[pytest.mark.deepspeed] * k.startswith("zero")) for k in ("ddp", "fsdp", "zero1", "zero2")],
+)
+def test_calls_that_use_different_parameters(workers2: WorkerGroup, kind: str) -> None:
+    options = {"ddp": dict(find_unused_parameters=True), "fsdp": dict(wrap=["Linear"])}.get(kind, {})
+    for found in workers2.run(by_branches, {**STRATEGIES[kind], **options}):
+        same_tensors(found, by_branches(STRATEGIES["single"]), "weights", TOLERANCE[kind])
+
+
 # Outputs
 
 
@@ -372,7 +411,7 @@ def test_what_an_engine_cannot_honour() -> None:
 def test_calls_in_the_wrong_order() -> None:
     batch = Mlp.sample(4, 0)
     with Engine(Mlp(), None, SGD) as engine:
-        for options in ({}, dict(batch=batch, window=[batch]), dict(window=[])):
+        for options in ({}, dict(batch=batch, window=[batch]), dict(window=[]), dict(window=batch)):
             with pytest.raises(ConfigError, match=r"give a batch, or window="):
                 engine.forward_backward(**options)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="loss_weight: has no meaning without loss_fn"):
