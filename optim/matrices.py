@@ -163,6 +163,8 @@ def _matching(
         ]
         if not own:
             raise ConfigError(f'{where}: "{rule}" names no parameter of the model{suggest(rule, named)}')
+        if not any(p.requires_grad for _, p in own):
+            _logger.warning(f'{where}: "{rule}" has no effect, it names only frozen parameters: {own[0][0]}')
         yield rule, own
 
 

@@ -7,8 +7,9 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
+import pydantic
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -160,13 +161,22 @@ def as_lists(groups: Any, where: str, kind: str) -> list[dict[str, Any]]:
 # DefaultOptimWrapperConstructor: parameter groups by MMEngine's rules, to use or to make a subclass of.
 
 
+def _finite(factor: float) -> float:
+    if not 0 <= factor < math.inf:
+        raise ValueError(f"{factor} is not allowed, give a finite number, 0 or more")
+    return factor
+
+
+Factor = Annotated[float | int, pydantic.AfterValidator(_finite)]
+
+
 class CustomKey(Config):
     """Multipliers for the parameters whose name contains the key; other entries are optimizer arguments for them."""
 
     model_config = {**Config.model_config, "extra": "allow"}
-    lr_mult: float | int = 1.0
+    lr_mult: Factor = 1.0
     """Factor of the learning rate."""
-    decay_mult: float | int = 1.0
+    decay_mult: Factor = 1.0
     """Factor of the weight decay."""
 
 
@@ -175,17 +185,17 @@ class ParamwiseConfig(Config):
 
     custom_keys: dict[str, dict[str, Any]] | None = None
     """Settings by a part of the parameter's name: ``{"head": dict(lr_mult=10, decay_mult=0)}``; they come first."""
-    bias_lr_mult: float | int | None = None
+    bias_lr_mult: Factor | None = None
     """Factor of the learning rate of biases, except in normalisation layers."""
-    bias_decay_mult: float | int | None = None
+    bias_decay_mult: Factor | None = None
     """Factor of the weight decay of biases, except in normalisation layers."""
-    norm_decay_mult: float | int | None = None
+    norm_decay_mult: Factor | None = None
     """Factor of the weight decay in normalisation layers, also in those that a model library wrote, as LlamaRMSNorm."""
-    flat_decay_mult: float | int | None = None
+    flat_decay_mult: Factor | None = None
     """Factor of the weight decay of other parameters with one dimension."""
-    dwconv_decay_mult: float | int | None = None
+    dwconv_decay_mult: Factor | None = None
     """Factor of the weight decay in depth-wise convolutions."""
-    dcn_offset_lr_mult: float | int | None = None
+    dcn_offset_lr_mult: Factor | None = None
     """Factor of the learning rate of the offsets of deformable convolutions."""
     bypass_duplicate: bool = False
     """If the names of a tied parameter give different settings, use those of its first name."""
@@ -328,14 +338,13 @@ class DefaultOptimWrapperConstructor:
             module: the module that holds it.
         """
         self.uses_rules = True
-        for key, custom in self.custom_keys.items():
-            if key in searched(name):
-                if "decay_mult" not in custom.model_fields_set and "weight_decay" in self._by_kind(
-                    name, parameter, module
-                ):
-                    self.overruled.append(name)
-                return self._scaled(custom.lr_mult, custom.decay_mult) | dict(custom.model_extra or {})
-        return self._by_kind(name, parameter, module)
+        custom = self.custom_keys.get(_key_of(name, self.custom_keys))
+        by_kind = self._by_kind(name, parameter, module)
+        if custom is None:
+            return by_kind
+        if "decay_mult" not in custom.model_fields_set and "weight_decay" in by_kind:
+            self.overruled.append(name)
+        return self._scaled(custom.lr_mult, custom.decay_mult) | dict(custom.model_extra or {})
 
     def _by_kind(self, name: str, parameter: nn.Parameter, module: nn.Module) -> dict[str, Any]:
         cfg, of_dcn = self.config, self._in_deformable
@@ -366,6 +375,11 @@ class DefaultOptimWrapperConstructor:
 def searched(name: str) -> str:
     """Return the name to search for custom keys: keys like ".cls_token" match the model's own parameters too."""
     return name if "." in name else f".{name}"
+
+
+def _key_of(name: str, custom_keys: Iterable[str]) -> str:
+    """Return the custom key, of those from the longest to the shortest, whose settings a parameter has; "" if it has none."""
+    return next((key for key in custom_keys if key in searched(name)), "")
 
 
 def _is_deformable(module: nn.Module) -> bool:
@@ -601,19 +615,38 @@ def make_groups(recipe: OptimizerRecipe, model: nn.Module, roles: Roles | None =
         return _constructed(recipe, model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if roles is None or not roles.keys() >= {*names.values()}:
-        roles = roles_of(recipe, model)
-        assert roles is not None
+        roles = cast(Roles, roles_of(recipe, model))
     found: list[dict[str, Any]] = []
     for group in _constructed(recipe, model):
         own: dict[Role, list[Any]] = {}
         for parameter in group["params"]:
             own.setdefault(roles[names[id(parameter)]], []).append(parameter)
         found += [{**group, **role.settings, "params": own[role]} for role in own if not role.why_not]
-    for group in _constructed(recipe.others, model) if recipe.others is not None else ():
-        theirs = [parameter for parameter in group["params"] if roles[names[id(parameter)]].why_not]
-        if theirs:
-            found.append({**group, OF_OTHERS: True, "params": theirs})
+    if recipe.others is not None:
+        _warn_of_other(recipe, recipe.others, roles)
+        for group in _constructed(recipe.others, model):
+            if theirs := [parameter for parameter in group["params"] if roles[names[id(parameter)]].why_not]:
+                found.append({**group, OF_OTHERS: True, "params": theirs})
     return found
+
+
+def _warn_of_other(recipe: OptimizerRecipe, others: OptimizerRecipe, roles: Roles) -> None:
+    """Log settings of custom keys that one of two optimizers has, and that name only parameters of the other."""
+    makers, kinds = (recipe.constructor, others.constructor), (recipe.optimizer, others.optimizer)
+    if not all(isinstance(maker, DefaultOptimWrapperConstructor) for maker in makers):
+        return
+    updates: dict[str, set[bool]] = {}
+    for name, role in roles.items():
+        updates.setdefault(_key_of(name, makers[0].custom_keys), set()).add(bool(role.why_not))
+    for key in sorted(makers[0].custom_keys.keys() & updates.keys()):
+        known = [maker.custom_keys[key].model_extra or {} for maker in makers]
+        for theirs in {False, True} - updates[key]:
+            who = OPTIMIZERS.resolve(_type(kinds[not theirs])).__name__
+            for name in sorted(known[theirs].keys() - known[not theirs].keys()):
+                _logger.warning(
+                    f"{recipe.where}.paramwise_cfg.custom_keys.{key}.{name}: has no effect, {who} updates every parameter that the key "
+                    f"names, and has no {name}"
+                )
 
 
 def _constructed(recipe: OptimizerRecipe, model: nn.Module) -> list[dict[str, Any]]:

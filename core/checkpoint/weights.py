@@ -330,7 +330,8 @@ class MatchReport:
         missing: names that only the model has.
         unexpected: names that only the file has.
         misshaped: names whose shapes differ, to (shape in the file, shape in the model).
-        kept: names that only the model has, and rightly: of adapters if the file has a base, of the base if it has adapters.
+        kept: names that only the model has, and rightly: of adapters if the file has a base, of the base if it has adapters,
+            and what a checkpoint has left out.
         second: what the file has of a tied parameter besides what is loaded, by the name there: the model's key, and the entry.
         untied: names of these that ``with_untied`` has found to have other values, to the name in the model.
     """
@@ -358,6 +359,12 @@ class MatchReport:
             kept=tuple(dict.fromkeys(name for names in kept for name in names)),
             untied={name: first for found in untied for name, first in found.items()},
         )
+
+    def keeping(self, names: Collection[str]) -> MatchReport:
+        """Return the report with these names among those that the model keeps rightly, and no longer missing."""
+        lacking = tuple(name for name in self.missing if name not in names)
+        kept = (*self.kept, *(name for name in self.missing if name in names))
+        return replace(self, missing=lacking, kept=kept)
 
     def with_untied(self, source: Checkpoint, template: Mapping[str, Tensor]) -> MatchReport:
         """Compare what the file has under several names of a tied parameter; a collective, which reads what may differ.

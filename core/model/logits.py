@@ -64,6 +64,7 @@ class OutputHead:
         is_detached: whether no gradient goes through it.
         z_loss: what cross entropies have beside; None: nothing.
         is_matrix: forward is that of a Linear, which draws nothing and computes each row by itself.
+        tell: called with the rows of hidden states at each use.
     """
 
     layer: nn.Module
@@ -76,6 +77,7 @@ class OutputHead:
     is_detached: bool = False
     z_loss: ZLoss | None = None
     is_matrix: bool = False
+    tell: Callable[[Tensor], None] = field(default=lambda rows: None)
 
     def check(self) -> None:
         """Raise StrategyError if the strategy has taken the weights away."""
@@ -201,6 +203,7 @@ class Logits(Tensor):
         names = [name for name, _ in head.layer.named_parameters()]
         self._check_current()
         head.uses.append(len(hidden))
+        head.tell(hidden)
         with torch.no_grad() if head.is_detached else nullcontext():
             work = _Work(head, of, names, (*head.operands, *operands))
             found = cast(Tensor, _ByRows.apply(work, hidden, *head.layer.parameters()))
@@ -262,6 +265,7 @@ class Deferred:
         layer: the head.
         chunk: rows whose logits exist at a time.
         z_loss: weight of the z-loss; 0: none.
+        name: of the layer, for the log.
 
     Attributes:
         z_losses: those of the logits of training since ``begin``, one of each call.
@@ -269,8 +273,8 @@ class Deferred:
         is_idle: whether the log has said that a forward of training does not call it.
     """
 
-    def __init__(self, layer: nn.Module, chunk: int, z_loss: float = 0.0) -> None:
-        self._layer, self._chunk, self.z_loss = layer, chunk, z_loss
+    def __init__(self, layer: nn.Module, chunk: int, z_loss: float = 0.0, name: str = "") -> None:
+        self._layer, self._chunk, self.z_loss, self._name = layer, chunk, z_loss, name
         self._own: Rows | None = vars(layer).get("forward")  # of the object, in place of its class's
         self._is_last, self.is_idle = True, False
         self._checked: set[bool] = set()
@@ -300,13 +304,24 @@ class Deferred:
             z_loss = ZLoss(self.z_loss)
             self.z_losses.append(z_loss)
         weights = tuple(layer.parameters())
-        head = OutputHead(layer, forward, self._chunk, weights=weights, z_loss=z_loss, is_matrix=is_matrix)
+        head = OutputHead(
+            layer, forward, self._chunk, weights=weights, z_loss=z_loss, is_matrix=is_matrix, tell=self._tell
+        )
         if not is_matrix and torch.is_grad_enabled() not in self._checked and hidden.numel() and has_values(hidden):
             if type(hidden) in (Tensor, nn.Parameter):
                 with apart(), kept_random_state(hidden.device):
                     _check_rows(head, hidden.detach())
             self._checked.add(torch.is_grad_enabled())
         return Logits.of(head, hidden) if self._is_last else _Later(head=head, hidden=hidden)
+
+    def _tell(self, rows: Tensor) -> None:
+        """Say once, at the first rows with values, that there are chunks."""
+        if self._name and has_values(rows) and len(rows):
+            logger.info(
+                f"ChunkedLoss: the logits of {self._name} are computed for {min(self._chunk, len(rows)):,} tokens at a time, of {len(rows):,} "
+                "in the first batch"
+            )
+            self._name = ""
 
     def come_last(self) -> None:
         """Make logits after the forward hooks that the layer has by now: an engine's make ordinary tensors of all that they get."""
@@ -384,9 +399,9 @@ def _refuse(gradient: Tensor) -> None:
     raise StrategyError(_LOST)
 
 
-def defer(layer: nn.Module, chunk: int, z_loss: float = 0.0) -> Deferred:
+def defer(layer: nn.Module, chunk: int, z_loss: float = 0.0, name: str = "") -> Deferred:
     """Let a layer make its logits later, and return what has become its forward; strategies may wrap that."""
-    deferred = Deferred(layer, chunk, z_loss)
+    deferred = Deferred(layer, chunk, z_loss, name)
     vars(layer).update(forward=deferred, _flextrain_deferred=deferred)
     return deferred
 

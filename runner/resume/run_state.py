@@ -379,9 +379,10 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
     absent = {f"model.{name}" for name in left_out(strategy)} - checkpoint.entries.keys()
     live = {key: tensor for key, tensor in _live_model(runner).items() if key not in absent}
     matched, _, report = match_weights(checkpoint, live, aliases(strategy))
-    if report := report.with_untied(matched, live).of_all():
+    report = report.with_untied(matched, live).of_all()
+    check_adapters(runner, checkpoint, path, with_shapes=bool(report.misshaped))
+    if report:
         raise CheckpointError(f"{path}: does not fit the model: {report}")
-    check_adapters(runner, checkpoint, path)
     check_left_out(runner, checkpoint)
     with piece(path, "loop"):
         check_counts(values["loop"])
@@ -519,10 +520,11 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
     opened, extra = extra_template(runner, opened, revise_keys)
     live = _live_model(runner)
     source, fits, report = match_weights(opened, live, aliases(runner.strategy), revise_keys, across_adapters=True)
-    report = report.with_untied(source, live).of_all()
-    if report and (strict or not any(gather_differing(bool(fits)))):
+    report = report.with_untied(source, live).of_all().keeping(check_left_out(runner, source, refuses=strict))
+    is_refused = bool(report) and (strict or not any(gather_differing(bool(fits))))
+    check_adapters(runner, opened, path, with_shapes=is_refused and bool(report.misshaped))
+    if is_refused:
         raise CheckpointError(f"{path}: does not fit the model: {report}")
-    check_adapters(runner, opened, path)
     source.load(fits)
     opened.load(extra)
     runner.strategy.load(fits)
@@ -542,7 +544,6 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
         if any(has_some for has_some, _ in everywhere) and all(fits for _, fits in everywhere):
             opened.load(found)
             hook.load_state_dict(_unflatten({**opened.values, **found}, f"hook.{name}"))
-    check_left_out(runner, opened, refuses=False)
     _warn_of_averages(runner, opened)
 
 

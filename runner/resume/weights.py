@@ -66,20 +66,23 @@ def leaves_out(path: Path) -> bool:
     return told_by_rank_0(lambda: bool(Checkpoint.open(path).values.get(LEFT_OUT)))
 
 
-def check_left_out(runner: Run, checkpoint: Checkpoint, *, refuses: bool = True) -> None:
-    """Compare the model's frozen parameters with the fingerprints in a checkpoint, if it has any; a collective.
+def check_left_out(runner: Run, checkpoint: Checkpoint, *, refuses: bool = True) -> list[str]:
+    """Compare the model's parameters with the fingerprints of those that a checkpoint lacks, if it has any; a collective.
 
     Args:
         refuses: whether other values are an error; else they are a warning.
+
+    Returns:
+        The names of these parameters: their values are as in that run, or something was said of them.
 
     Raises:
         CheckpointError: on every process; it names the first parameter with other values.
     """
     saved = checkpoint.values.get(LEFT_OUT)
     if not isinstance(saved, dict):  # the checkpoint has all parameters, or an older version has saved it
-        return
-    own = fingerprints_of_left_out(runner.strategy)
-    here = {name: value for name, value in own.items() if name in saved and f"model.{name}" not in checkpoint.entries}
+        return []
+    lacking = [name for name in saved if f"model.{name}" not in checkpoint.entries]
+    here = fingerprints_of_left_out(runner.strategy, lacking)
     other_dtype = [name for name, value in here.items() if value.split()[0] != str(saved[name]).split()[0]]
     different = [name for name, value in here.items() if value != saved[name] and name not in other_dtype]
     if different:
@@ -95,6 +98,7 @@ def check_left_out(runner: Run, checkpoint: Checkpoint, *, refuses: bool = True)
             f"{checkpoint.path}: was saved without its frozen parameters; {_some(other_dtype)} not compared with those of that run, "
             f"because their dtype is another: {here[other_dtype[0]].split()[0]}, and {str(saved[other_dtype[0]]).split()[0]} then"
         )
+    return [*here]
 
 
 def _some(names: list[str]) -> str:
@@ -392,17 +396,20 @@ _COMPARED = (
     "lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "use_qalora", "use_bdlora", "alora_invocation_tokens",
 )  # fmt: skip
 """Settings with which the same matrices compute something else. ``fan_in_fan_out`` follows from the layers, peft corrects it."""
+_OF_SHAPES = ("r", "rank_pattern")
 
 
-def check_adapters(run: Run, checkpoint: Checkpoint, path: Path) -> None:
+def check_adapters(run: Run, checkpoint: Checkpoint, path: Path, *, with_shapes: bool = False) -> None:
     """Compare the settings of a file's adapters with those of the model that it is loaded into; a collective.
 
     Args:
         checkpoint: what was opened.
         path: a checkpoint of a run, or a folder or file in peft's format.
+        with_shapes: whether settings that decide on the matrices' shapes are compared too.
 
     Raises:
-        CheckpointError: on every process, if the model would compute something else with the matrices of the file.
+        CheckpointError: on every process, if the model would compute something else with the matrices of the file, or cannot
+            take them.
     """
     with raising_together():
         if not any(map(is_adapter, checkpoint.entries)):
@@ -413,13 +420,14 @@ def check_adapters(run: Run, checkpoint: Checkpoint, path: Path) -> None:
         if not pairs and len(here) == len(there) == 1:
             pairs = [(next(iter(here.values())), next(iter(there.values())))]
         for own, saved in pairs:
-            for key in _COMPARED:
+            for key in (*(_OF_SHAPES if with_shapes else ()), *_COMPARED):
                 if key == "lora_alpha" and key not in saved:
                     continue
                 if (own.get(key) or None) != (saved.get(key) or None):
+                    what = "makes other shapes" if key in _OF_SHAPES else "computes something else"
                     raise CheckpointError(
-                        f"{path}: its adapter was trained with {key}={saved.get(key)!r}, and LoRA has {own.get(key)!r} here, which computes "
-                        f"something else; give {key}={saved.get(key)!r}"
+                        f"{path}: its adapter was trained with {key}={saved.get(key)!r}, and LoRA has {own.get(key)!r} here, which {what}; "
+                        f"give {key}={saved.get(key)!r}"
                     )
 
 

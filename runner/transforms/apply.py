@@ -294,6 +294,7 @@ def transform(
 
 
 def _call(each: Transform, model: nn.Module, is_whole: bool) -> nn.Module:
+    heads = _chunked_heads(model)
     try:
         changed: object = each.function(model)
     except FlexTrainError:
@@ -307,12 +308,12 @@ def _call(each: Transform, model: nn.Module, is_whole: bool) -> nn.Module:
         if hasattr(error, "add_note"):  # Python 3.11; the interpreter prints it below the traceback
             error.add_note(f"flextrain: failed in {each.where}, {each.name}")
         raise
-    if changed is None:
-        return model
+    changed = model if changed is None else changed
     if not isinstance(changed, nn.Module):
         raise ConfigError(
             f"{each.where}: {each.name} gave {type(changed).__name__}, return a torch.nn.Module, or None if it was changed in place"
         )
+    _check_chunked(each, heads, changed)
     return changed
 
 
@@ -346,6 +347,30 @@ def _check_read_later(each: Transform, model: nn.Module, changed: nn.Module) -> 
                 f"{each.where}: {each.name} replaces {min(lost)}, whose values are read from model.pretrained afterwards; take the "
                 "parameter over as it is (new.weight = old.weight)"
             )
+
+
+_Child = tuple[nn.Module, str, nn.Module]
+
+
+def _chunked_heads(model: nn.Module) -> dict[_Child, str]:
+    """The modules whose logits ChunkedLoss computes, each with its parent, and their names."""
+    from ...core.model.logits import is_deferred  # a script without transforms does without it
+
+    return {
+        (parent, key, child): f"{name}.{key}" if name else key
+        for name, parent in model.named_modules()
+        for key, child in parent.named_children()
+        if is_deferred(child)
+    }
+
+
+def _check_chunked(each: Transform, heads: Mapping[_Child, str], changed: nn.Module) -> None:
+    """Raise ConfigError if a head of ChunkedLoss has something around it now, which would need logits that are not there."""
+    if heads and (lost := heads.keys() - _chunked_heads(changed)):
+        raise ConfigError(
+            f"{each.where}: {each.name.partition('(')[0]} replaces {heads[lost.pop()]}, whose logits ChunkedLoss computes in chunks; give "
+            "it before ChunkedLoss in the list"
+        )
 
 
 def _has_values(model: nn.Module, strategy: Builds) -> bool:

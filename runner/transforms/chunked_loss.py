@@ -89,7 +89,8 @@ class ChunkedLoss:
                 f"{self._where}.head: is a {kind} with {statistics}, a statistic of all tokens, of which it would see some at a time; "
                 "leave the transform out"
             )
-        deferred = defer(head, self._chunk, self._z_loss)
+        name = next((name for name, each in module.named_modules() if each is head), "the head")
+        deferred = defer(head, self._chunk, self._z_loss, name)
         module.register_forward_pre_hook(partial(_enter, deferred))
         module.register_forward_hook(partial(_leave, head, deferred, self._keeps))
 

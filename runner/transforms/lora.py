@@ -18,6 +18,13 @@ from ..reporting.reporter import import_extra
 
 _FILLED_IN = ("auto_mapping", "inference_mode", "peft_type", "peft_version")
 _WITHOUT_VALUES = ("gaussian",)
+_ELSEWHERE = {
+    **dict.fromkeys(("rank", "lora_r", "lora_rank", "lora_dim"), "r"),
+    **dict.fromkeys(("alpha", "scale", "scaling"), "lora_alpha"),
+    **dict.fromkeys(("dropout", "p"), "lora_dropout"),
+    **dict.fromkeys(("targets", "target", "modules", "layers", "lora_target", "lora_target_modules"), "target_modules"),
+}
+"""Options by the names that papers and other programs have for them, from which letters do not lead to peft's."""
 _ALL = "all-linear"
 _HEADS = {
     **dict.fromkeys(("SEQ_CLS", "TOKEN_CLS"), ("classifier", "score")),
@@ -61,7 +68,9 @@ class LoRA:
             if key in _FILLED_IN:
                 raise ConfigError(f"{where}.{key}: is filled in by flextrain, leave it out")
             if key not in known:
-                raise ConfigError(f"{where}.{key}: unknown key{suggest(key, {*known, 'adapter_name'} - {*_FILLED_IN})}")
+                meant = _ELSEWHERE.get(key)
+                hint = f', did you mean "{meant}"?' if meant else suggest(key, {*known, "adapter_name"} - {*_FILLED_IN})
+                raise ConfigError(f"{where}.{key}: unknown key{hint}")
             _check(key, value, where)
         self._config()
 

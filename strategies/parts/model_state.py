@@ -55,15 +55,16 @@ def state_left_out(strategy: Strategy) -> dict[str, Tensor]:
     return {f"model.{name}": tensor for name, tensor in strategy.model_state().items() if name in names}
 
 
-def fingerprints_of_left_out(strategy: Strategy) -> dict[str, str]:
+def fingerprints_of_left_out(strategy: Strategy, names: Collection[str] | None = None) -> dict[str, str]:
     """Return a fingerprint for each parameter that is left out, on any process, by name; a collective.
 
     It depends on neither the strategy nor the number of processes, only on dtype, shape and values. It begins with the
     dtype, because a strategy may keep frozen parameters in half precision. Computed again after a parameter was written.
+    ``names`` are those that another run has left out; None: what this one leaves out.
     """
-    if not strategy.config.exclude_frozen_parameters:
+    if names is None and not strategy.config.exclude_frozen_parameters:
         return {}
-    names, noted = left_out(strategy), strategy.noted
+    names, noted = left_out(strategy) if names is None else names, strategy.noted
     noted.frozen_prints = noted.frozen_prints or FrozenPrints()
     return noted.frozen_prints.of({name: t for name, t in strategy.model_state().items() if name in names})
 

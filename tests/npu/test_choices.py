@@ -125,8 +125,12 @@ def test_a_loss_scale_means_float16(npu1: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "model, wrap, units",
-    [(Blocks, None, 2), (Blocks, "model", 0), (Classifier, None, 0), (Blocks, ["Linear"], 3)],
-    ids=["blocks", "one unit", "no blocks", "by class"],
+    [
+        pytest.param(Blocks, None, 2, id="blocks"),
+        pytest.param(Blocks, "model", 0, id="one unit", marks=pytest.mark.full),
+        pytest.param(Classifier, None, 0, id="no blocks"),
+        pytest.param(Blocks, ["Linear"], 3, id="by class"),
+    ],
 )
 def test_units_are_blocks(npu2: Any, tmp_path: Path, model: Any, wrap: Any, units: int) -> None:
     strategy = FSDP if wrap is None else {**FSDP, "wrap": wrap}

@@ -43,7 +43,7 @@ def launched(folder: Path, strategy: Any, visible: str) -> subprocess.CompletedP
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param(NPU, id="npu"),
+        pytest.param(NPU, id="npu", marks=pytest.mark.full),
         pytest.param(FSDP, id="fsdp", marks=pytest.mark.full),
         pytest.param(*zero(2).values, id="zero2", marks=[*zero(2).marks, pytest.mark.full]),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -296,6 +297,24 @@ def test_a_tied_parameter_may_be_named_twice() -> None:
     "constructor, paramwise_cfg, message",
     [
         (ByGroups, dict(norm_decay_mult="0"), 'paramwise_cfg.norm_decay_mult: "0" is not allowed, give a number'),
+        *(
+            (
+                DefaultOptimWrapperConstructor,
+                {"norm_decay_mult": value},
+                f"paramwise_cfg.norm_decay_mult: {value} is not allowed, give a finite number",
+            )
+            for value in (-1, -0.5, math.nan, math.inf)
+        ),
+        (
+            ByGroups,
+            dict(custom_keys={"head": dict(lr_mult=-2.0)}),
+            "paramwise_cfg.custom_keys.head.lr_mult: -2.0 is not allowed",
+        ),
+        (
+            ByGroups,
+            dict(custom_keys={"a": dict(decay_mult=math.nan)}),
+            "paramwise_cfg.custom_keys.a.decay_mult: nan is not allowed",
+        ),
         (ByGroups, 5, "paramwise_cfg: 5 is not allowed, give a dict"),
         (
             lambda optim_wrapper_cfg: None,

@@ -17,6 +17,8 @@ from flextrain.optim.matrices import check_roles, find_roles
 from flextrain.optim.muon import Muon, newton_schulz
 from flextrain.strategies import SingleDeviceStrategy
 
+from ..runner.training import log_lines
+
 OTHERS = dict(type="AdamW", lr=1e-3)
 
 
@@ -404,6 +406,26 @@ def test_wrong_settings_of_parameters(options: dict[str, Any], paramwise: dict[s
     with pytest.raises(ConfigError) as caught:
         built(Net(), paramwise, **options)
     assert str(caught.value).startswith(message)
+
+
+def test_what_has_no_effect_is_told() -> None:
+    model = Net()
+    for part in (model.lm_head, model.layers[0].qkv):
+        part.requires_grad_(False)
+    keys = {
+        "layers.0.out": dict(betas=(0.8, 0.9), lr_mult=0.5),
+        "layers": dict(betas=(0.8, 0.9), momentum=0.8),  # of both
+        "embed": dict(momentum=0.5, eps=1e-6),
+    }
+    with log_lines() as lines:
+        built(model, dict(custom_keys=keys), matrices=["lm_head"], parts={"*.qkv": 3}, others=OTHERS)
+    of_keys = "optim_wrapper.paramwise_cfg.custom_keys"
+    assert sorted(lines) == [
+        'optim_wrapper.optimizer.matrices: "lm_head" has no effect, it names only frozen parameters: lm_head.weight',
+        'optim_wrapper.optimizer.parts: "*.qkv" has no effect, it names only frozen parameters: layers.0.qkv.weight',
+        f"{of_keys}.embed.momentum: has no effect, AdamW updates every parameter that the key names, and has no momentum",
+        f"{of_keys}.layers.0.out.betas: has no effect, Muon updates every parameter that the key names, and has no betas",
+    ]
 
 
 class Matrices(nn.Module):

@@ -97,7 +97,8 @@ FlexibleRunner(
 
 @PLANS
 @pytest.mark.processes
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.full), "fsdp"])
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_plan_of_32768_tokens_and_128000_words(tmp_path: Path, strategy: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -43,6 +43,18 @@ def test_other_settings_are_refused_when_a_run_goes_on(tmp_path: Path, leaves_ou
     assert adapted(tmp_path, "single", 2, resume=True, transforms=[same], **given)[0]
 
 
+def test_another_rank_is_named_and_not_a_list_of_shapes(tmp_path: Path) -> None:
+    adapted(tmp_path, "single", 1)
+    for changed in (dict(r=8), dict(rank_pattern={"q_proj": 2})):
+        (key,) = changed
+        says = f"its adapter was trained with {key}=.*, which makes other shapes; give {key}="
+        with refuses(CheckpointError, matches=says):
+            adapted(tmp_path, "single", 2, resume=True, transforms=[{**LORA, **changed}])
+    with refuses(CheckpointError, "its adapter was trained with r=4, and LoRA has 8 here"):
+        runner, _ = adapted_run(tmp_path / "next", "single", transforms=[{**LORA, "r": 8}])
+        runner.load_checkpoint(tmp_path / "epoch_1", strict=True)
+
+
 def test_other_settings_are_refused_where_weights_are_loaded(tmp_path: Path) -> None:
     adapted(tmp_path / "run", "single", 1)
     assert main(["checkpoint", "export", str(tmp_path / "run" / "epoch_1"), str(tmp_path / "peft"), "--peft"]) == 0

@@ -591,6 +591,21 @@ def test_an_adapter_that_is_added_afterwards() -> None:
         with_adapter(ChunkedLoss(CHUNK, "head", z_loss=0.25), lora())(*data())
 
 
+@pytest.mark.parametrize(
+    "options", [dict(target_modules=["head"]), dict(target_modules=["table"], modules_to_save=["head"])]
+)
+def test_an_adapter_of_the_head_comes_before(tmp_path: Any, options: dict[str, Any]) -> None:
+    pytest.importorskip("peft", reason="needs pip install flextrain[peft]")
+    order = [dict(type="ChunkedLoss", head="head"), dict(type="LoRA", r=2, **options)]
+    with pytest.raises(ConfigError) as caught:
+        runner(tmp_path / "wrong", *order).train()
+    assert str(caught.value) == (
+        "transforms[1]: LoRA replaces head, whose logits ChunkedLoss computes in chunks; give it before ChunkedLoss in the list"
+    )
+    runner(tmp_path / "right", *reversed(order)).train()
+    runner(tmp_path / "elsewhere", order[0], dict(type="LoRA", r=2, target_modules=["table"])).train()
+
+
 @pytest.mark.parametrize("how", ["cast", "autocast"])
 def test_a_z_loss_in_bfloat16(how: str) -> None:
     """As near to float64 as whole logits are."""
@@ -777,9 +792,13 @@ def test_twice_and_compiled(tmp_path: Any) -> None:
 
 
 def test_a_run_trains_the_same_and_evaluates(tmp_path: Any) -> None:
+    """And a line in the log confirms that there are chunks."""
     found = []
     for number, transforms in enumerate([(), (dict(type="ChunkedLoss", head="head", chunk=CHUNK),)]):
-        model = runner(tmp_path / str(number), *transforms).train()
+        with log_lines(logging.INFO) as lines:
+            model = runner(tmp_path / str(number), *transforms).train()
+        told = f"ChunkedLoss: the logits of head are computed for {CHUNK} tokens at a time, of 20 in the first batch"
+        assert [line for line in lines if "tokens at a time" in line] == [told] * number
         found.append([each.detach().clone() for each in model.parameters()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import chain, islice, product
 from typing import Any
 
 import pytest
@@ -142,8 +142,14 @@ def test_every_position_of_every_pass(kind: type[Ending], batch: int, shard: tup
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", [Ending, Resetting, Late, Live])
-@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize(
+    ("keeps", "kind"),
+    [
+        *product([False, True], [Ending, Resetting, Late]),
+        pytest.param(False, Live, marks=pytest.mark.full),
+        (True, Live),
+    ],
+)
 def test_workers_whose_shares_are_unequal(kind: type[Ending], keeps: bool) -> None:
     """A worker that has ended its pass does not begin anew within it; one that is kept is told the next epoch."""
     pytest.importorskip("torchdata")

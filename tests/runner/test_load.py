@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from flextrain import CheckpointError, ConfigError, FlexibleRunner
+from flextrain.core.comm import collectives as dist
 from flextrain.runner.hooks import Hook
+from flextrain.testing import WorkerGroup
 
 from .training import (
     SGD,
@@ -209,6 +211,28 @@ def test_two_values_of_a_tied_parameter(tmp_path: Path) -> None:
         runner.load_checkpoint(path)
     assert lines == [f"{path}: {UNTIED.format(' everywhere')}"]
     assert set(runner.strategy.module.head.weight.flatten().tolist()) == {2.0}
+
+
+def said_of_ties(folder: Path, weights: Path, saved: Path) -> None:
+    """In a worker: a tied parameter in shards, and a file whose second value of it differs in the last row alone."""
+    sharded = dict(model=Tied, strategy=dict(type="FSDPStrategy", device="cpu"), log_level="WARNING")
+    with make_runner(folder / "strict", **sharded) as runner, refuses(CheckpointError, UNTIED.format("")):
+        runner.load_checkpoint(weights, strict=True)
+    with make_runner(folder / "load", **sharded) as runner, log_lines() as lines:
+        runner.load_checkpoint(weights)
+    assert lines == ([f"{weights}: {UNTIED.format(' everywhere')}"] if dist.is_main() else [])
+    rest = make_runner(folder / "rest", resume=str(saved), **sharded)
+    with rest, refuses(CheckpointError, UNTIED.format("")):
+        rest.train()
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+def test_two_values_of_a_tied_parameter_in_shards(tmp_path: Path, workers2: WorkerGroup) -> None:
+    state = {name: torch.ones(6, 6) for name in ("head.weight", "embed.weight")}
+    state["head.weight"][5] = 2.0  # which the second process holds
+    saved = checkpoint(tmp_path, model=partial(Tied, tied=False))
+    workers2.run(said_of_ties, tmp_path, written(tmp_path, "pth", state), saved)
 
 
 def test_a_run_whose_head_was_trained_apart_is_not_resumed_with_a_tied_one(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 
 from flextrain import CheckpointError, ConfigError
 from flextrain.core.checkpoint import Checkpoint
+from flextrain.core.comm.agreement import told_by_rank_0
 from flextrain.testing import WorkerGroup
 
 from .adapted import LORA, STRATEGIES, adapted, adapted_run, llama, means
+from .training import log_lines
 
 peft = pytest.importorskip("peft", reason="needs pip install flextrain[peft]")
 pytest.importorskip("transformers")
@@ -198,6 +201,42 @@ def test_what_comes_before_training_has_the_base_too(tmp_path: Path) -> None:
     runner.close()
     assert all(torch.equal(found[name], value) for name, value in state.items())
     assert all(torch.equal(found[name], value) for name, value in trained.items())
+
+
+def said_of_the_base(folder: Path, path: Path, strategy: str, seed: int, strict: bool) -> str:
+    """What rank 0 says first when a checkpoint of adapters is loaded into a model with the base of a seed."""
+    given: dict[str, Any] = dict(options={"exclude_frozen_parameters": None}, log_level="INFO")
+    runner, _ = adapted_run(folder, strategy, randomness=dict(seed=seed), **given)
+    with runner, log_lines(logging.INFO) as lines:
+        try:
+            runner.load_checkpoint(path, strict=strict)
+        except CheckpointError as error:
+            lines.append(str(error))
+        return told_by_rank_0(lambda: next(line for line in lines if line.startswith(f"{path}: ")))
+
+
+def check_what_is_said(folder: Path, path: Path, strategy: str) -> None:
+    for strict in (False, True):
+        assert said_of_the_base(folder, path, strategy, 3, strict).startswith(f"{path}: holds nothing of the base; ")
+        wrong = said_of_the_base(folder, path, strategy, 5, strict)
+        assert wrong.startswith(f"{path}: was saved without its frozen parameters, and "), wrong
+        assert " and 15 others are not as in that run" in wrong
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "single",
+        *(pytest.param(name, marks=[pytest.mark.distributed, pytest.mark.full]) for name in ("fsdp", "tp2", "pp2")),
+    ],
+)
+def test_a_checkpoint_of_adapters_knows_its_base(tmp_path: Path, request: Any, strategy: str) -> None:
+    adapted(tmp_path / "run", "single", 1)
+    path = tmp_path / "run" / "epoch_1"
+    if strategy == "single":
+        check_what_is_said(tmp_path / "again", path, strategy)
+    else:
+        request.getfixturevalue("workers2").run(check_what_is_said, tmp_path / "again", path, strategy)
 
 
 def test_a_restart_gets_the_base_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,13 @@ class Start:
     how: str = ""
     saves: int = 0
 
+    def keep(self, updates: int, when: float) -> None:
+        """Count the seconds since the last record as training: a checkpoint has what was done in them."""
+        if updates > self.records[-1][0]:
+            training = self.spent["training"] + when - self.recorded
+            self.records.append((updates, training))
+            self.spent, self.recorded, self.keeps = {**self.spent, "training": training}, when, updates
+
     def training_until(self, updates: int) -> float:
         """Seconds of training that it took to come to a number of updates, between the records as between their ends."""
         before = (self.first, 0.0)
@@ -146,13 +153,19 @@ def ledger_of(events: Sequence[Mapping[str, Any]]) -> Ledger:
             if not starts or starts[-1].began != event["began"]:
                 starts.append(Start(event["began"], when, event["iter"], event["iter"]))
             start = starts[-1]
+            if start.records and start.records[-1][0] == event["iter"]:  # a save of the same update was counted roughly
+                start.records.pop()
             start.records.append((event["iter"], event["spent"]["training"]))
             start.spent, start.recorded, start.queued_until = event["spent"], when, event["queued_until"]
             start.keeps, start.ended = max(start.keeps, event["iter"]), when
-        elif starts and kind not in ("launched", "restarted", "started"):
+        elif starts and kind not in ("launched", "started") and starts[-1].how != "finished":
             start = starts[-1]
+            if kind == "restarted" and start.how:  # of processes that ended without a word it is the first that is known
+                continue
+            if kind == "saved":
+                start.saves += 1
+                start.keep(event.get("iter", 0), when)
             start.ended = max(start.ended, when)
-            start.saves += kind == "saved"
             start.how = kind if kind in _ENDS else start.how
     for number, start in enumerate(starts):
         for earlier in starts[:number]:

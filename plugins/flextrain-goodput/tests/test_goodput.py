@@ -62,6 +62,23 @@ def test_a_killed_job() -> None:
     assert ledger.best_interval_s() == pytest.approx((2 * 1 * (35 + 21)) ** 0.5)
 
 
+def test_what_a_start_that_ended_without_a_word_did_last_is_lost() -> None:
+    """The restart says when that was noticed."""
+    ledger = ledger_of([one for one in KILLED if one["event"] != "failed"])
+    assert (ledger.seconds["lost"], ledger.seconds["restarting"]) == (pytest.approx(6), pytest.approx(4))
+
+
+def test_what_was_saved_before_a_kill_is_useful_without_a_record() -> None:
+    events = [spent(0, 0, began=0), spent(10, 10, began=0, training=10), event(15, "saved", iter=15), event(18, "failed")]
+    ledger = ledger_of([*events, spent(20, 15, began=20), spent(30, 25, began=20, training=10), event(30, "finished")])
+    assert (ledger.seconds["useful"], ledger.seconds["lost"], ledger.seconds["repeated"]) == (25, 3, 0)
+
+
+def test_nothing_is_lost_after_the_end() -> None:
+    ledger = ledger_of([*KILLED, event(200, "ended")])
+    assert ledger.seconds == ledger_of(KILLED).seconds
+
+
 def test_the_first_update_of_a_start_compiles() -> None:
     ledger = ledger_of([spent(10, 0, began=0), spent(50, 11, began=0, first=20, training=40)])
     assert ledger.seconds["compiling"] == pytest.approx(18)  # the others take 2 s each
