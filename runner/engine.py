@@ -268,7 +268,8 @@ class Engine:
         self._check("forward_backward")
         if self.optim_wrapper is None:
             raise ConfigError("optim_wrapper: missing, Engine.forward_backward() needs it")
-        if (batch is None) == (window is None) or not (window is None or (isinstance(window, Sequence) and window)):
+        given: Any = window  # a batch by mistake would be taken apart
+        if (batch is None) == (given is None) or not (given is None or (isinstance(given, Sequence) and given)):
             raise ConfigError("Engine.forward_backward: give a batch, or window=[...] with one or more")
         if loss_weight is not None and loss_fn is None:
             raise ConfigError(
