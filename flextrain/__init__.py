@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from .optim.param_groups import DefaultOptimWrapperConstructor as DefaultOptimWrapperConstructor
     from .optim.wrapper import OptimWrapper as OptimWrapper
     from .optim.wrapper_dict import OptimWrapperDict as OptimWrapperDict
+    from .runner.engine import Engine as Engine
     from .runner.hooks.hook import Hook as Hook
     from .runner.loops.base import BaseLoop as BaseLoop
     from .runner.metrics.base import BaseMetric as BaseMetric
@@ -130,6 +131,7 @@ REGISTERING_MODULES.update(
 # tests/test_packaging.py compares this table with the imports above.
 _HOMES = {
     "runner.runner": ["FlexibleRunner"],
+    "runner.engine": ["Engine"],
     "core.model.base_model": [
         "BaseTTAModel",
         "BaseModel",

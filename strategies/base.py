@@ -118,8 +118,8 @@ def spread_updates(
 def kept_gradients(engine: str) -> StrategyError:
     """Return the error of ``abort_update`` for an ``engine`` whose gradients cannot be dropped from outside."""
     return StrategyError(
-        f"train(): the last call ended in the middle of an update, and {engine} still has its gradients; make a new "
-        "runner with resume=True, or with load_from"
+        f"the last call ended in the middle of an update, and {engine} still has its gradients; make another runner with resume=True or "
+        "load_from, or another Engine and load()"
     )
 
 

@@ -173,6 +173,8 @@ _PUBLIC = {
     "DataShard": "Topology(data=DataShard(index=rank, count=world_size))",
     "DeviceSpec": 'register_device(DeviceSpec("xpu", backend="xccl"))',
     "DictAction": 'parser.add_argument("--cfg-options", nargs="+", action=DictAction)',
+    "Engine": 'with Engine(model, "fsdp", dict(optimizer=dict(type="AdamW", lr=1e-5))) as engine:\n'
+    "    engine.forward_backward(batch, loss_fn)\n    engine.optim_step()",
     "Evaluator": 'val_evaluator=dict(type="Evaluator", metrics=[dict(type="DumpResults", out_file_path="predictions.pkl")])',
     "FileSource": "class Lines(FileSource):\n    def _count(self, path):\n        return len(path.read_text().splitlines())\n\n"
     "    def _open(self, path):\n        return path.read_text().splitlines()\n\n"

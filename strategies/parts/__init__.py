@@ -3,7 +3,7 @@
 from ..base import meet
 from ..building import construct, init_weights, shape_of
 from .advice import cannot_repeat, check_window, choices, explain, pipeline_of, rehearsed
-from .footprint import StateMemory, state_memory
+from .footprint import StateMemory, kept_tensors, state_memory
 from .model_state import (
     aliases,
     appeared,
@@ -49,6 +49,7 @@ __all__ = [
     "init_weights",
     "keep_own_buffers",
     "keepers_elsewhere",
+    "kept_tensors",
     "left_out",
     "meet",
     "note_initialised",
