@@ -34,6 +34,7 @@ from .options import Resume
 from .parts import build_model
 from .reporting import MessageHub
 from .resume import run_state
+from .resume.publish import Target, check_dtype, check_target, publish
 from .resume.weights import ToRead, read_pretrained
 
 LossFunction = Callable[[Any, Any], Any]
@@ -415,6 +416,17 @@ class Engine:
             return
         kept = Resume(random=random, verify=verify, param_scheduler=False, hooks=False, logs=False, data=False)
         run_state.resume(self._run, as_path(path), kept)
+
+    def publish(self, target: Target, *, dtype: str | torch.dtype | None = None) -> Any:
+        """Give the whole weights, as they are now, to a target such as an inference engine; see ``FlexibleRunner.publish``.
+
+        It may be called between ``forward_backward`` and ``optim_step``.
+        """
+        self._check("publish")
+        check_target(target)
+        kind = check_dtype(dtype)
+        meet(self.strategy, "Engine.publish()")
+        return publish(self._run, target, kind)
 
     # Memory
 

@@ -211,6 +211,36 @@ def test_gradients_of_calls_add_up() -> None:
     same_tensors(found, expected, "weights", 1e-12)
 
 
+class Kept:
+    """A target that keeps all weights."""
+
+    def publish(self, weights: Any) -> dict[str, Tensor]:
+        return dict(weights)
+
+
+def published(spec: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What is published after an update and in the middle of the next one, and the weights of that time."""
+    with Engine(model(spec), {**spec, "device": DEVICE}, CLIPPED) as engine:
+        for window in batches(1):
+            engine.forward_backward(window=own(window, engine))
+            engine.optim_step()
+            engine.forward_backward(window=own(window, engine))
+        found = engine.publish(Kept())
+        return {f"model.{name}": value for name, value in found.items()}, whole_model(engine.strategy)
+
+
+def test_weights_are_published() -> None:
+    same_tensors(*published(STRATEGIES["single"]), "weights", 0)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["fsdp", "tp2", "pp2", pytest.param("zero3", marks=pytest.mark.deepspeed)])
+def test_weights_are_published_whole(workers2: WorkerGroup, kind: str) -> None:
+    for found, expected in workers2.run(published, STRATEGIES[kind]):
+        same_tensors(found, expected, "weights", 0)
+
+
 @pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.deepspeed
