@@ -641,7 +641,7 @@ def test_what_a_runner_needs_of_an_engines_checkpoint(tmp_path: Path) -> None:
     "writer, reader",
     [
         pytest.param(one, other, marks=[] if one == "fsdp" else [pytest.mark.full, *([pytest.mark.deepspeed] if "zero" in one + other else [])])
-        for one, other in (("fsdp", "single"), ("single", "tp2"), ("zero1", "zero3"), ("zero2", "fsdp"))
+        for one, other in (("fsdp", "single"), ("single", "tp2"), ("single", "zero1"), ("zero1", "zero3"), ("zero2", "fsdp"))
     ],
 )  # fmt: skip
 def test_checkpoints_between_strategies(tmp_path: Path, workers2: WorkerGroup, writer: str, reader: str) -> None:
