@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .core.base.registry import TRANSFORMS as TRANSFORMS
     from .core.base.registry import VISUALIZERS as VISUALIZERS
     from .core.base.registry import Registry as Registry
+    from .core.checkpoint.export.live_weights import LiveWeights as LiveWeights
     from .core.comm.topology import DataShard as DataShard
     from .core.comm.topology import Topology as Topology
     from .core.comm.topology import gather_with_gradient as gather_with_gradient
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from .optim.param_groups import DefaultOptimWrapperConstructor as DefaultOptimWrapperConstructor
     from .optim.wrapper import OptimWrapper as OptimWrapper
     from .optim.wrapper_dict import OptimWrapperDict as OptimWrapperDict
+    from .runner.engine import Engine as Engine
     from .runner.hooks.hook import Hook as Hook
     from .runner.loops.base import BaseLoop as BaseLoop
     from .runner.metrics.base import BaseMetric as BaseMetric
@@ -131,6 +133,7 @@ REGISTERING_MODULES.update(
 _HOMES = {
     "runner.runner": ["FlexibleRunner"],
     "runner.resume.choose_checkpoint": ["ResumeFrom"],
+    "runner.engine": ["Engine"],
     "core.model.base_model": [
         "BaseTTAModel",
         "BaseModel",
@@ -178,6 +181,7 @@ _HOMES = {
         "VISUALIZERS",
     ],
     "core.config_files": ["Config", "ConfigDict", "DictAction", "read_base"],
+    "core.checkpoint.export.live_weights": ["LiveWeights"],
     "core.device.device": ["DeviceSpec", "register_device"],
     "core.base.events": ["append_event", "heartbeat", "read_events"],
     "core.base.errors": [

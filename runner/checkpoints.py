@@ -21,7 +21,10 @@ from .resume.saver import Saver, check_can_be_saved, export_model
 from .resume.weights import frozen_advice, leaves_out
 
 if TYPE_CHECKING:
+    import torch
+
     from .loops.train import TrainLoop
+    from .resume.publish import Target
     from .run import Run
 
 
@@ -135,6 +138,17 @@ class Checkpoints:
         self._parts.set_up()
         self.start_evaluation()
         return export_model(self._run, local_folder(folder), options)
+
+    def publish(self, target: Target, dtype: str | torch.dtype | None) -> Any:
+        """See ``FlexibleRunner.publish``."""
+        from .resume.publish import check_dtype, check_target, publish
+
+        check_target(target)
+        kind = check_dtype(dtype)
+        meet(self._run.strategy, "publish()")
+        self._parts.set_up()
+        self.start_evaluation()
+        return publish(self._run, target, kind)
 
     def _load_left_out(self, path: str | Path) -> None:
         """Load the base of a checkpoint that was saved without its frozen parameters, if load_from gives one."""

@@ -36,6 +36,9 @@ from .reporting.model_outline import ModelOutline
 from .run_folders import recorded
 
 if TYPE_CHECKING:
+    import torch
+
+    from .resume.publish import Target
     from .run import Run
 
 # Names of MMEngine's runners that FlexibleRunner has not, and what to use instead.
@@ -391,6 +394,29 @@ class RunnerNames:
             ConfigError: an unknown option.
         """
         return self._checkpoints.export_hugging_face(folder, options)
+
+    def publish(self, target: Target, *, dtype: str | torch.dtype | None = None) -> Any:
+        """Give the whole weights, as they are now, to a target such as an inference engine; a collective, between two updates.
+
+        Rank 0 calls ``target.publish(weights)`` with ``flextrain.LiveWeights``: the tensors, names and files of
+        ``export_hugging_face``, or, of a model that is none of transformers, of ``export_weights``. What it reads is gathered one
+        tensor at a time. The other processes wait and send what is asked for, at most ``timeout_s`` of the strategy from one
+        tensor to the next. Adapters of LoRA are merged. Extra state of modules is not among the weights.
+
+        Args:
+            target: an object with a method ``publish``, such as those of the plug-in flextrain-publish.
+            dtype: of floating-point tensors, such as "bfloat16"; default: their own, float32 where training has master weights.
+
+        Returns:
+            What ``target.publish`` has returned, on every process; it must be picklable.
+
+        Raises:
+            ConfigError: the target has no such method, or the dtype is unknown.
+            CheckpointError: the weights do not make up the model or are quantised, adapters cannot be merged, or it is called in a
+                forward of a model whose parameters are then elsewhere.
+            FlexTrainError: on every process, if ``target.publish`` raises on rank 0; that one gets its own error.
+        """
+        return self._checkpoints.publish(target, dtype)
 
     def use_data_seed(self, seed: int) -> None:
         """Set the seed of the data order to that of the resumed run."""

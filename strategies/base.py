@@ -118,8 +118,8 @@ def spread_updates(
 def kept_gradients(engine: str) -> StrategyError:
     """Return the error of ``abort_update`` for an ``engine`` whose gradients cannot be dropped from outside."""
     return StrategyError(
-        f"train(): the last call ended in the middle of an update, and {engine} still has its gradients; make a new "
-        "runner with resume=True, or with load_from"
+        f"the last call ended in the middle of an update, and {engine} still has its gradients; make another runner with resume=True or "
+        "load_from, or another Engine and load()"
     )
 
 
@@ -152,6 +152,8 @@ class Strategy:
     tolerance: ClassVar[float | None] = None
     """Relative difference from one device that ``check_strategy`` counts as rounding; None: the kit's own."""
     _given_as: Mapping[str, str] = MappingProxyType({})  # where options that are not under ``strategy`` were given
+    hooks: Sequence[Any] = ()
+    """Hooks that a runner adds to those of the configuration, after ``join``: for what belongs around updates, or in checkpoints."""
     interface_version: ClassVar[int | range] = INTERFACE_VERSION
     """The version of this interface that a class is written for; a package states it, and another one is refused."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -46,27 +47,26 @@ def test_scripts_are_shell(name: str) -> None:
     subprocess.run(["bash", "-n", str(FOLDER / name)], check=True)
 
 
-def test_pytorchjob(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its numbers are those of Kubeflow's types, and flextrain run takes its command with what the operator sets."""
+def test_trainjob(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flextrain run takes its command with what Kubeflow Trainer sets; the plug-in's tests compare it with schemas."""
     yaml = pytest.importorskip("yaml")
-    job: dict[str, Any] = yaml.safe_load((FOLDER / "pytorchjob.yaml").read_text())
-    spec = job["spec"]
-    elastic, worker = spec["elasticPolicy"], spec["pytorchReplicaSpecs"]["Worker"]
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    assert isinstance(spec["nprocPerNode"], str)
-    assert elastic["minReplicas"] <= worker["replicas"] == elastic["maxReplicas"]
-    pod = worker["template"]["spec"]
-    (container,) = pod["containers"]
-    assert container["name"] == "pytorch"
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    assert int(spec["nprocPerNode"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    runtime, job = yaml.safe_load_all((FOLDER / "trainjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    trainer = job["spec"]["trainer"]
+    assert trainer["numProcPerNode"] == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
 
-    program, command, *rest = container["command"]
+    shell, option, text = trainer["command"]
+    assert (shell, option) == ("sh", "-c")
+    said = text.removeprefix("exec ").replace("\\\n", " ").replace("$$((JOB_COMPLETION_INDEX == 0))", "0")
+    program, command, *rest = shlex.split(said)
     assert (program, command) == ("flextrain", "run")
     monkeypatch.chdir(FOLDER)
-    monkeypatch.setenv("PET_NNODES", f"{elastic['minReplicas']}:{elastic['maxReplicas']}")
-    monkeypatch.setenv("PET_RDZV_BACKEND", elastic["rdzvBackend"])
-    monkeypatch.setenv("PET_MAX_RESTARTS", str(elastic["maxRestarts"]))
+    monkeypatch.setenv("PET_NNODES", str(trainer["numNodes"]))
+    monkeypatch.setenv("PET_NODE_RANK", "1")
+    monkeypatch.setenv("PET_MASTER_ADDR", "digits-node-0-0.digits")
     options = read_options(rest)
     assert options.is_elastic
-    assert options.for_torchrun() == ["train.py", "--work-dir", "/runs/digits"], "the rest is in the variables"
+    assert (options.script, options.arguments) == ("train.py", ["--work-dir", "/runs/digits"])
+    assert options.given["--rdzv-endpoint"] == "digits-node-0-0.digits:29400"
+    assert "--rdzv-backend=c10d" in options.for_torchrun(), "also where the variables would mean static"

@@ -114,7 +114,7 @@ def test_a_plug_in_of_this_repository_takes_only_what_is_public(package: Path) -
     """No name that begins with an underscore, and under 1,500 lines; its README has two commands."""
     sources = [path for path in package.rglob("*.py") if "tests" not in path.parts]
     public = re.compile(
-        r"flextrain(?:\.(?:commands\.output|testing|data|runner\.hooks|runner\.reporting|strategies(?:\.parts)?))?"
+        r"flextrain(?:\.(?:commands\.output|script_facts|testing|data|runner\.hooks|runner\.reporting|strategies(?:\.parts)?))?"
     )
     for path in sources:
         for node in ast.walk(ast.parse(path.read_text())):

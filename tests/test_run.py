@@ -35,7 +35,7 @@ from flextrain.core.base.events import (
     read_progress,
 )
 from flextrain.core.torch_compat.torch_private import watched_agent
-from flextrain.elastic.command_line import DEFAULT_RESTARTS, OPTIONS, read_options
+from flextrain.elastic.command_line import DEFAULT_RESTARTS, OPTIONS, OWN, read_options
 from flextrain.elastic.launching import Supervisor, _parsed, summary
 from flextrain.elastic.starts import Fault, History, failure_elsewhere, failure_of
 
@@ -99,7 +99,7 @@ def test_options_are_torchrun_s(script: str) -> None:
         "--log-line-prefix-template",
         "--event-log-handler",
     }
-    assert OPTIONS.keys() - newer - {"--work-dir"} <= known
+    assert OPTIONS.keys() - newer - set(OWN) <= known
     parsed = get_args_parser().parse_args(read_options([script, "--lr", "1"]).for_torchrun())
     assert parsed.max_restarts == DEFAULT_RESTARTS
     assert parsed.training_script_args == ["--lr", "1"]
@@ -575,3 +575,46 @@ def test_a_job_goes_on_without_a_machine_that_computes_wrongly(tmp_path: Path) -
     assert next(event for event in events if event["event"] == "corrupted")["iter"] == 8
     assert next(event for event in events if event["event"] == "restarted")["iter"] == 7
     assert events[-1]["event"] == "ended"
+
+
+# Probes
+
+
+@pytest.mark.usefixtures("no_job")
+def test_the_file_for_probes_is_touched_unless_training_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of training nothing is known, and the machine counts as alive."""
+    now = [100.0]
+    monkeypatch.setattr("flextrain.elastic.launching.time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    alive, folder = tmp_path / "alive", tmp_path / "progress"
+    folder.mkdir()
+    watched = Supervisor("", folder, alive)
+    watched.starting(group(HashStore()))
+    file = ProgressFile(os.environ[PROGRESS])
+
+    def is_touched(beat: str | None, after_s: float = 1.0) -> bool:
+        if beat is not None:
+            file.write(Progress(str(tmp_path), 0, 1, beat))
+        now[0] += after_s
+        alive.touch()
+        os.utime(alive, (0, 0))
+        watched.looked(None)
+        return alive.stat().st_mtime > 0
+
+    assert is_touched(None)
+    assert is_touched(""), "before training"
+    assert is_touched("0 1 0")
+    assert not is_touched("0 1 0"), "it stands still"
+    assert is_touched("0 2 0")
+    assert not is_touched("0 3 0", after_s=0.1), "a file is not touched ten times a second"
+    assert is_touched("0 3 0"), "and what came meanwhile is not lost"
+    assert is_touched(""), "training is over, and the script does something else"
+
+
+def test_the_file_for_probes_needs_a_folder(script: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--alive-file .*/none/alive has no folder, give one that exists"):
+        read_options(["--alive-file", str(tmp_path / "none" / "alive"), script])
+    assert "--alive-file" not in " ".join(
+        read_options(["--alive-file", str(tmp_path / "alive"), script]).for_torchrun()
+    )

@@ -51,11 +51,13 @@ class Progress:
         work_dir: the work directory; empty before training.
         began: the iteration at which they began; None before training.
         iter: the number of updates done since the beginning of training.
+        beat: a text that changes while the main thread gets on in a training, as the watchdog sees it; empty outside of one.
     """
 
     work_dir: str = ""
     began: int | None = None
     iter: int = 0
+    beat: str = ""
 
 
 class ProgressFile:

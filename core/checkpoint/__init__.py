@@ -24,10 +24,16 @@ from .weights import MatchReport, match_weights, open_weights, open_weights_toge
 
 if TYPE_CHECKING:
     from .export.dcp_folder import export_dcp
+    from .export.hub import push_to_hub
     from .export.hugging_face import export_hugging_face
     from .export.weights import export_weights
 
-_EXPORTS = {"export_dcp": "dcp_folder", "export_hugging_face": "hugging_face", "export_weights": "weights"}
+_EXPORTS = {
+    "export_dcp": "dcp_folder",
+    "export_hugging_face": "hugging_face",
+    "export_weights": "weights",
+    "push_to_hub": "hub",
+}
 
 __all__ = [
     "Checkpoint",
@@ -52,6 +58,7 @@ __all__ = [
     "open_weights",
     "open_weights_together",
     "passed_over",
+    "push_to_hub",
     "as_path",
     "reading",
     "remove_checkpoint",

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError, counted, nearest
+from ..base.tensors import DTYPE_NAMES
 from ..comm.agreement import gather_differing, raising_together, told_by_rank_0
 from ..model.module_state import EXTRA, module_of
 from ..torch_compat.torch_private import has_values
@@ -21,8 +24,9 @@ from .directory import is_a_folder_of_them, is_checkpoint, newest_in
 from .folders import as_path, is_local
 from .foreign import weights_file as hugging_face
 from .foreign.weights_file import MODEL, open_file
-from .load import Checkpoint
+from .load import Checkpoint, TensorInfo
 from .manifest import SavedTensor
+from .safetensors_file import Fetch
 
 # Find what other programs put before the names of weights, and remove it: ``model.``, ``module.``, ``_orig_mod.``.
 
@@ -244,6 +248,27 @@ def open_weights(path: str | os.PathLike[str]) -> Checkpoint:
         CheckpointError: the file does not exist, or has no weights that can be read safely.
     """
     return _with_extra_state(_open(as_path(path)))
+
+
+def computed(
+    path: Path, tensors: Mapping[str, TensorInfo], values: Mapping[str, Any], read: Callable[[str], Tensor]
+) -> Checkpoint:
+    """Return a checkpoint without files, for one process.
+
+    Args:
+        path: its origin, for messages.
+        tensors: shape and dtype of every tensor, by key.
+        values: everything that is not a tensor.
+        read: returns a tensor by its key; called whenever somebody reads it.
+    """
+    entries = {key: hugging_face.whole(path, key, DTYPE_NAMES[info.dtype], info.shape) for key, info in tensors.items()}
+    fetch = Fetch(path, lambda key, slices: read(key)[slices])
+
+    @contextmanager
+    def source(file: str) -> Iterator[Fetch]:
+        yield fetch
+
+    return Checkpoint(path, entries, values, source)
 
 
 def open_weights_together(path: str | os.PathLike[str]) -> Checkpoint:

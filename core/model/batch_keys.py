@@ -97,14 +97,40 @@ def check_batch_keys(model: nn.Module, batch: Any) -> None:
     """
     if not isinstance(batch, Mapping):
         return
-    own = [name for name in inspect.signature(model.forward).parameters if name != "kwargs"]
-    known = {*own, *private.passed_arguments()}
-    for kind in {type(module) for module in model.modules()}:
-        known.update(inspect.signature(kind.forward).parameters)
-    unknown = [str(key) for key in batch if key not in known]
-    name = type(model).__name__
-    for key in unknown:
-        if meant := nearest(key, own):
-            raise ConfigError(f"batch.{key}: is no argument of {name}.forward, did you mean {meant}?")
+    name, unknown = type(model).__name__, _unknown(model, _known_keys(model), batch)
     if unknown:
         logger.warning(f"batch: {name} makes no use of {', '.join(unknown)}; remove what no metric needs either")
+
+
+def _known_keys(model: nn.Module) -> set[str]:
+    """The keys that a part of the model takes."""
+    known = {*inspect.signature(model.forward).parameters, *private.passed_arguments()} - {"kwargs"}
+    for kind in {type(module) for module in model.modules()}:
+        known.update(inspect.signature(kind.forward).parameters)
+    return known
+
+
+def _unknown(model: nn.Module, known: set[str], batch: Mapping[Any, Any]) -> list[str]:
+    own = [name for name in inspect.signature(model.forward).parameters if name != "kwargs"]
+    unknown = [str(key) for key in batch if key not in known]
+    for key in unknown:
+        if meant := nearest(key, own):
+            raise ConfigError(f"batch.{key}: is no argument of {type(model).__name__}.forward, did you mean {meant}?")
+    return unknown
+
+
+# Keys of a batch for a model whose loss is a function outside of it, which takes the rest.
+
+
+def input_keys(model: nn.Module) -> Callable[[Any], Any]:
+    """Return a function that gives a batch with only those keys that the model takes, also for a model of transformers."""
+    if not _takes_any_key(model):
+        return taken_keys(model, says=False)
+    known = _known_keys(model)
+
+    def taken(batch: Any) -> Any:
+        if not isinstance(batch, Mapping) or not _unknown(model, known, batch):
+            return batch
+        return {key: value for key, value in batch.items() if key in known}
+
+    return taken

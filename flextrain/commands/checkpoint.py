@@ -270,13 +270,16 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    files = export(arguments)
+    files, url = export(arguments)
     written = {str(file): file.stat().st_size for file in files}
     if arguments.json:
-        print_json([{"path": path, "bytes": size} for path, size in written.items()])
+        files_as_json: list[dict[str, Any]] = [{"path": path, "bytes": size} for path, size in written.items()]
+        print_json([*files_as_json, {"pushed": url}] if url else files_as_json)
         return 0
     for path, size in written.items():
         console().print(f"{path}  {human_size(size)}", soft_wrap=True)
+    if url:
+        console().print(f"pushed: {url}", soft_wrap=True)
     return 0
 
 

@@ -16,6 +16,10 @@ _NEEDS = {
     "optimizer": ("dcp",),
     "tokenizer": ("hf",),
     "config": ("hf",),
+    "push": ("hf",),
+    "license": ("push",),
+    "dataset": ("push",),
+    "private": ("push",),
     "base": ("merge",),
     "adapter": ("peft", "merge"),
 }
@@ -58,6 +62,7 @@ def add_options(export: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--config", metavar="DIR", help="with --hf: a folder with config.json; default: what the checkpoint says"
     )
+    _add_hub(export)
     group = export.add_argument_group("a folder for torch.distributed.checkpoint")
     group.add_argument(
         "--dcp", action="store_true", help="write OUT as a folder that torch.distributed.checkpoint.load reads"
@@ -66,6 +71,25 @@ def add_options(export: argparse.ArgumentParser) -> None:
         "--key", metavar="KEY", help="with --dcp: the script's key of the model; default: none, or model"
     )
     group.add_argument("--optimizer", action="store_true", help="with --dcp: write the optimizer's state too")
+
+
+def _add_hub(export: argparse.ArgumentParser) -> None:
+    group = export.add_argument_group("the hub")
+    group.add_argument(
+        "--push",
+        metavar="REPO",
+        help="with --hf: push OUT to this repository, with a card of how the model was trained",
+    )
+    group.add_argument(
+        "--license", metavar="ID", help="with --push, which needs it: of the weights, such as apache-2.0"
+    )
+    group.add_argument(
+        "--dataset",
+        action="append",
+        metavar="NAME",
+        help="with --push: a data set on the hub, for the card; may be repeated",
+    )
+    group.add_argument("--private", action="store_true", help="with --push: the repository is private, also a new one")
 
 
 def _add_adapters(export: argparse.ArgumentParser) -> None:
@@ -81,8 +105,8 @@ def _add_adapters(export: argparse.ArgumentParser) -> None:
     )
 
 
-def export(arguments: argparse.Namespace) -> list[Path]:
-    """Write what was asked for; return its files."""
+def export(arguments: argparse.Namespace) -> tuple[list[Path], str]:
+    """Write what was asked for; return its files, and the address of what was pushed or an empty text."""
     _check_options(arguments)
     with _merging(arguments):
         return _exported(arguments)
@@ -102,6 +126,10 @@ def _check_options(arguments: argparse.Namespace) -> None:
     for name, needed in _NEEDS.items():
         if name in given and not given.intersection(needed):
             raise ConfigError(f"{where}: {_flag(name)} has no effect without {one_of(map(_flag, needed))}")
+    if "push" in given and "license" not in given:
+        raise ConfigError(
+            f"{where}: --push needs --license, which says what others may do with the weights, such as apache-2.0"
+        )
     for kind, excluded in _EXCLUDES.items():
         for name in excluded if kind in given else ():
             if name in given:
@@ -126,10 +154,10 @@ def _merging(arguments: argparse.Namespace) -> Iterator[None]:
         yield
 
 
-def _exported(arguments: argparse.Namespace) -> list[Path]:
+def _exported(arguments: argparse.Namespace) -> tuple[list[Path], str]:
     import torch
 
-    from ..core.checkpoint import export_dcp, export_hugging_face, export_weights
+    from ..core.checkpoint import export_dcp, export_hugging_face, export_weights, push_to_hub
     from ..core.checkpoint.export.peft_adapters import export_adapter
     from ..optim.canonical import torch_items
 
@@ -137,22 +165,31 @@ def _exported(arguments: argparse.Namespace) -> list[Path]:
     common: dict[str, Any] = dict(averaged=arguments.averaged, dtype=dtype)
     paths = (arguments.checkpoint, arguments.out)
     if arguments.peft:
-        return export_adapter(*paths, adapter=arguments.adapter, **common)
+        return export_adapter(*paths, adapter=arguments.adapter, **common), ""
     if arguments.dcp:
         optimizer = torch_items if arguments.optimizer else None
-        return export_dcp(*paths, key=arguments.key, optimizer=optimizer, tied=not arguments.tied_once, **common)
+        files = export_dcp(*paths, key=arguments.key, optimizer=optimizer, tied=not arguments.tied_once, **common)
+        return files, ""
     if arguments.hf:
-        return export_hugging_face(
-            *paths,
-            tokenizer=arguments.tokenizer,
-            config=arguments.config,
-            max_shard_size=arguments.max_shard_size or "5GB",
+        common |= dict(tokenizer=arguments.tokenizer, config=arguments.config)
+        common["max_shard_size"] = arguments.max_shard_size or "5GB"
+        if arguments.push is None:
+            return export_hugging_face(*paths, **common), ""
+        pushed = push_to_hub(
+            arguments.checkpoint,
+            arguments.push,
+            license=arguments.license,
+            folder=arguments.out,
+            datasets=arguments.dataset or (),
+            private=True if arguments.private else None,
             **common,
         )
-    return export_weights(
+        return pushed.files, pushed.url
+    files = export_weights(
         *paths,
         max_shard_size=arguments.max_shard_size,
         tied=not arguments.tied_once,
         replace=arguments.force,
         **common,
     )
+    return files, ""

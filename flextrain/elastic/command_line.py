@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ..core.base.errors import ConfigError, suggest
 
@@ -19,6 +20,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             f"restarts after failures, as torchrun counts them, see above; default: {DEFAULT_RESTARTS}",
         ),
         "--work-dir": ("DIR", "folder of events.jsonl, if it shall not be the runner's work_dir"),
+        "--alive-file": ("PATH", "a file of this machine for probes, touched unless its training stands still"),
     },
     "how machines find each other": {
         "--rdzv-endpoint": ("HOST:PORT", "the same on all machines: one that stays, with a free port"),
@@ -64,6 +66,8 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
 }
 """Metavar, empty for a switch, and help of each option, by heading."""
 
+OWN = ("--work-dir", "--alive-file")
+"""Options that torchrun has not."""
 OPTIONS = {name: metavar for group in GROUPS.values() for name, (metavar, _) in group.items()}
 _SHORT = {"-m": "--module", "-r": "--redirects", "-t": "--tee"}
 _REFUSED = {
@@ -93,6 +97,12 @@ class Options:
         return self.given.get("--work-dir", "")
 
     @property
+    def alive_file(self) -> Path | None:
+        """The file for probes; None: none was asked for."""
+        given = self.given.get("--alive-file")
+        return None if given is None else Path(given)
+
+    @property
     def is_elastic(self) -> bool:
         """Whether the job runs on several machines."""
         return self.given.get("--nnodes", os.environ.get("PET_NNODES", "1")) not in ("1", "1:1")
@@ -103,7 +113,7 @@ class Options:
 
     def for_torchrun(self) -> list[str]:
         """The arguments that torchrun's own parser gets."""
-        given = {name: value for name, value in self.given.items() if name != "--work-dir"}
+        given = {name: value for name, value in self.given.items() if name not in OWN}
         if not any(self.says(name) for name in ("--rdzv-backend", "--standalone", "--master-addr", "--node-rank")):
             if "--rdzv-endpoint" in given:
                 given["--rdzv-backend"] = "c10d"
@@ -158,6 +168,8 @@ def _check(options: Options) -> None:
         value = options.given.get(name)
         if value is not None and not (value.isdigit() and int(value) >= low):
             raise ConfigError(f'run: {name} "{value}" is not allowed, give a whole number from {low} on')
+    if options.alive_file is not None and not options.alive_file.parent.is_dir():
+        raise ConfigError(f"run: --alive-file {options.alive_file} has no folder, give one that exists")
     machines = options.given.get("--nnodes", "1").split(":")
     if len(machines) > 2 or not all(number.isdigit() for number in machines):
         raise ConfigError(f'run: --nnodes "{options.given["--nnodes"]}" is not allowed, give a number or MIN:MAX')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -17,10 +18,11 @@ from typing import Any
 from ..core.base.errors import ConfigError, LaunchError, counted
 from ..core.base.events import JOB, PROGRESS, RESTARTS, append_event, read_events, read_progress
 from ..doctor.report import SHARED_STORE
-from .command_line import DEFAULT_SIGNALS, Options
+from .command_line import DEFAULT_SIGNALS, OWN, Options
 from .starts import Fault, History, failure_elsewhere, failure_of, signal_name
 
 _FAILED = 1
+_TOUCH_S = 1.0
 
 
 class Supervisor:
@@ -29,9 +31,10 @@ class Supervisor:
     Args:
         work_dir: folder of ``events.jsonl``; empty: the work directory of the runner.
         folder: an empty folder for progress files.
+        alive_file: touched about once a second while training gets on, and while there is none; None: no file is.
     """
 
-    def __init__(self, work_dir: str, folder: Path) -> None:
+    def __init__(self, work_dir: str, folder: Path, alive_file: Path | None = None) -> None:
         self.history = History()
         self.futile: str | None = None
         """Why there was no restart though one was left."""
@@ -42,6 +45,7 @@ class Supervisor:
         self._work_dir, self._folder, self._job = work_dir, folder, ""
         self._waiting: list[dict[str, Any]] = []  # events, while the work directory is not known
         self._began_at = time.time()
+        self._alive_file, self._beat, self._touched = alive_file, "", -math.inf
 
     @property
     def work_dir(self) -> str:
@@ -77,6 +81,7 @@ class Supervisor:
     def looked(self, exits: Mapping[int, int] | None) -> None:
         """Follow the progress; see WatchesAgent."""
         progress = read_progress(os.environ[PROGRESS])
+        self._touch(progress.beat)
         self.history.saw(progress.began, progress.iter, time.time())
         if progress.work_dir and not self._work_dir:
             self._work_dir = progress.work_dir
@@ -143,6 +148,12 @@ class Supervisor:
             for facts in waiting:
                 append_event(self._work_dir, **facts)
 
+    def _touch(self, beat: str) -> None:
+        now = time.monotonic()
+        if self._alive_file is not None and now - self._touched >= _TOUCH_S and (not beat or beat != self._beat):
+            self._alive_file.touch()
+            self._beat, self._touched = beat, now
+
     def _say(self, text: str) -> None:
         sys.stdout.flush()
         sys.stderr.write(f"flextrain run: {text}\n")
@@ -176,7 +187,7 @@ def launch_and_watch(options: Options) -> tuple[int, str, Supervisor]:
     for name in (RESTARTS, JOB, PROGRESS):  # this may itself run under another one
         os.environ.pop(name, None)
     with tempfile.TemporaryDirectory(prefix="flextrain-run-") as folder:
-        watcher = Supervisor(options.work_dir, Path(folder))
+        watcher = Supervisor(options.work_dir, Path(folder), options.alive_file)
         try:
             with watched_agent(watcher):
                 torchrun.run(arguments)  # type: ignore[no-untyped-call]
@@ -231,7 +242,7 @@ def _parsed(torchrun: Any, options: Options) -> Any:
     parser = torchrun.get_args_parser()
     known = {name for action in parser._actions for name in action.option_strings}
     words = options.for_torchrun()
-    for name in options.given.keys() - known - {"--work-dir"}:
+    for name in options.given.keys() - known - set(OWN):
         raise ConfigError(f"run: this version of torch has no {name}")
     if "--signals-to-handle" not in known:
         _take_as_sigterm(signal.SIGUSR1)

@@ -173,6 +173,8 @@ _PUBLIC = {
     "DataShard": "Topology(data=DataShard(index=rank, count=world_size))",
     "DeviceSpec": 'register_device(DeviceSpec("xpu", backend="xccl"))',
     "DictAction": 'parser.add_argument("--cfg-options", nargs="+", action=DictAction)',
+    "Engine": 'with Engine(model, "fsdp", dict(optimizer=dict(type="AdamW", lr=1e-5))) as engine:\n'
+    "    engine.forward_backward(batch, loss_fn)\n    engine.optim_step()",
     "Evaluator": 'val_evaluator=dict(type="Evaluator", metrics=[dict(type="DumpResults", out_file_path="predictions.pkl")])',
     "FileSource": "class Lines(FileSource):\n    def _count(self, path):\n        return len(path.read_text().splitlines())\n\n"
     "    def _open(self, path):\n        return path.read_text().splitlines()\n\n"
@@ -183,6 +185,8 @@ _PUBLIC = {
     "HistoryBuffer": 'loss = runner.message_hub.get_scalar("train/loss")\nloss.mean(10)',
     "Hook": "class Shout(Hook):\n    def after_train_epoch(self, runner):\n"
     '        runner.logger.info("Epoch %d is done", runner.epoch + 1)',
+    "LiveWeights": "class Norms:\n    def publish(self, weights):\n        return {name: tensor.norm().item() for name, tensor in weights}\n\n\n"
+    "norms = runner.publish(Norms())",
     "MessageHub": 'runner.message_hub.update_scalar("train/temperature", 0.5)',
     "Order": "order = dataset.order_of_pass(seed=0, number=3, shuffle=True)\nindices = order[np.arange(1000, 1032)]",
     "Registry": 'AUGMENTATIONS = Registry("augmentation")\n\n\n@AUGMENTATIONS.register_module()\nclass Flip: ...',

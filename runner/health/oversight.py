@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ...core.base.events import PROGRESS, Progress, ProgressFile, append_event, job, restarts
+from ...core.base.events import PROGRESS, Progress, ProgressFile, append_event, heartbeats, job, restarts
 from ...core.comm.agreement import Bulletin
 from ..options import PreemptionOptions, WatchdogOptions
 from .monitor import Monitor
@@ -120,8 +120,9 @@ def told_progress(run: Run) -> Iterator[None]:
 def _written_down(run: Run, path: str) -> Iterator[None]:
     began, file = run.iter, ProgressFile(path)
 
-    def write() -> None:
-        file.write(Progress(run.work_dir, began, run.iter))
+    def write(is_training: bool = True) -> None:
+        beat = " ".join(map(str, (*run.progress(), heartbeats()))) if is_training else ""
+        file.write(Progress(run.work_dir, began, run.iter, beat))
 
     monitor = Monitor([write], period_s=_PERIOD_S)
     write()
@@ -131,5 +132,5 @@ def _written_down(run: Run, path: str) -> Iterator[None]:
     finally:
         monitor.stop()
         monitor.join(_LAST_LOOK_S)  # else it might write an older iteration over the last one
-        write()
+        write(is_training=False)
         file.close()

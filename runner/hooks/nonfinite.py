@@ -230,7 +230,9 @@ class Witness:
                 is_agreed = True
                 is_bad = bool(values) and not all(map(math.isfinite, (*map(float, values), hub.verdict.current())))
                 values = hub.log_scalars[key].averaged[::-1] if is_bad else []
-            own += self._not_finite(key.removeprefix(_PREFIX), values, iteration)
+            for back, value in enumerate(values):
+                if not math.isfinite(number := float(value)):
+                    own.append(NonfiniteFigure(iteration - back, key.removeprefix(_PREFIX), number))
         count, self._iteration = iteration - self._iteration, iteration
         if not (several and is_agreed):
             is_bad = bool(own)
@@ -245,11 +247,6 @@ class Witness:
                 if is_looked_at:
                     self._seen[key] = history.updates
         return found
-
-    def _not_finite(self, name: str, values: list[Any], iteration: int) -> Iterator[NonfiniteFigure]:
-        for back, value in enumerate(values):
-            if not math.isfinite(number := float(value)):
-                yield NonfiniteFigure(iteration - back, name, number)
 
 
 def _as_told(finding: NonfiniteFigure) -> tuple[int, bool, str]:

@@ -99,6 +99,7 @@ class Weighing:
         device: device of the losses.
         topology: the processes that make an update together.
         hands_number: the loss of a batch is a sum, which the model divides by the items of the update.
+        where: what gave ``loss_weight``, for messages.
 
     Attributes:
         factors: a factor for the loss of each micro-batch.
@@ -111,8 +112,9 @@ class Weighing:
         device: torch.device,
         topology: Topology,
         hands_number: bool = False,
+        where: str = "model.loss_weight",
     ) -> None:
-        self._loss_weight, self._device, self._topology = loss_weight, device, topology
+        self._loss_weight, self._device, self._topology, self._where = loss_weight, device, topology, where
         self._hands_number, self.arguments = hands_number, dict[str, Tensor]()
         self._weights: list[float] = []
         self.factors: list[float] = []
@@ -167,7 +169,7 @@ class Weighing:
             )
         weight = float(value)
         if not (math.isfinite(weight) and weight >= 0):
-            raise ConfigError(f"model.loss_weight: gave {weight}, give the number of items, 0 or more")
+            raise ConfigError(f"{self._where}: gave {weight}, give the number of items, 0 or more")
         return weight
 
     def mean(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -181,7 +183,7 @@ class Weighing:
     def _say(self, what: str) -> None:
         if what not in self._has_said and dist.is_main():
             self._has_said.add(what)
-            logger.warning(f"model.loss_weight: {what}")
+            logger.warning(f"{self._where}: {what}")
 
 
 class UnequalMeans:

@@ -202,7 +202,7 @@ class Stepper:
         self._runs_single = self._may_run_single = not self._has_own_window and not syncs
         if not isinstance(optim, OptimWrapperDict):
             self._differentiate = optim.update_params if self.updates_itself else optim.backward
-            self._step = optim.finish if overridden(optim, "step", "finish") else optim.step
+            self.optim_step = optim.finish if overridden(optim, "step", "finish") else optim.step
 
     def train(self, window: list[Any], counted: Counted | None = None) -> dict[str, Tensor]:
         """Make one update from the micro-batches of a window.
@@ -216,8 +216,19 @@ class Stepper:
             0-dim tensors on the device: ``loss`` and the model's other values, as means over the window, and
             ``grad_norm``, or ``<name>.grad_norm`` for each of several optimizers, if it was computed.
         """
-        optim = self.optim
-        assert optim is not None
+        outputs = self.forward_backward(window, counted)
+        if outputs is None:
+            return self.leave_out()
+        if self.updates_itself:
+            for name, wrapper in self.optim.wrappers.items():  # type: ignore[union-attr]
+                if (norm := wrapper.last_step.grad_norm) is not None:
+                    outputs[f"{name}.grad_norm" if name else "grad_norm"] = norm
+        elif (norm := self.optim_step().grad_norm) is not None:
+            outputs["grad_norm"] = norm
+        return outputs
+
+    def forward_backward(self, window: list[Any], counted: Counted | None = None) -> dict[str, Tensor] | None:
+        """Run forward and backward of a window; return its values to log, None if none of its items counts; see ``train``."""
         self._check_unchanged()
         self.counted = counted
         if self._split is not None:
@@ -225,24 +236,14 @@ class Stepper:
         is_whole = len(window) == 1 and self.weighing is None and counted is None
         shares = _WHOLE if is_whole else self._shares_of(window)
         if shares is None:
-            return self._leave_out(optim)
+            return None
         self.shares = shares
         if shares is _WHOLE and self._runs_single:  # the most frequent case, and a few calls less
-            optim.begin(0, 1)
-            outputs = self.run(window[0], 0)
-        else:
-            outputs = self._run_own_window(window) if self._has_own_window else self._run_window(window, self)
-            if self._has_own_window:  # one that gives losses with their graphs would keep these until a line is read
-                outputs = {name: value.detach() for name, value in outputs.items()}
-        if self.updates_itself:
-            for name, wrapper in optim.wrappers.items():
-                if (norm := wrapper.last_step.grad_norm) is not None:
-                    outputs[f"{name}.grad_norm" if name else "grad_norm"] = norm
-        else:
-            info = self._step()
-            if info.grad_norm is not None:
-                outputs["grad_norm"] = info.grad_norm
-        return outputs
+            self.optim.begin(0, 1)  # type: ignore[union-attr]
+            return self.run(window[0], 0)
+        if not self._has_own_window:
+            return self._run_window(window, self)
+        return {name: value.detach() for name, value in self._run_own_window(window).items()}  # they are kept
 
     def _run_own_window(self, window: list[Any]) -> dict[str, Tensor]:
         if self.counted is None or not self.counted.has_filler:
@@ -311,16 +312,10 @@ class Stepper:
                 self.forward(batch)
 
     def differentiate(self, window: list[Any]) -> bool:
-        """Run forward and backward of a window without its update; return False if the update cannot be separated."""
-        if self.updates_itself:
-            return False
-        if self._split is not None:
-            window = [self._split(batch) for batch in window]
-        shares = self._shares_of(window)
-        if shares is not None:
-            self.shares = shares
-            self._run_window(window, self)
-        return True
+        """Run forward and backward of the last window again; return False if its update cannot be separated from them."""
+        if not self.updates_itself:
+            self.forward_backward(window, self.counted)
+        return not self.updates_itself
 
     # Methods for the strategy, see TrainStep
 
@@ -387,9 +382,9 @@ class Stepper:
             self.backward(loss, index)
         return logs
 
-    def _leave_out(self, optim: OptimWrapper | OptimWrapperDict) -> dict[str, Tensor]:
+    def leave_out(self) -> dict[str, Tensor]:
         """Skip an update without items: as with loss scaling, no weight, no average and no schedule changes."""
-        for wrapper in optim.wrappers.values():
+        for wrapper in self.optim.wrappers.values():  # type: ignore[union-attr]
             wrapper.last_step = StepInfo(skipped=True)
         return {"loss": torch.zeros((), device=self.strategy.device)}
 

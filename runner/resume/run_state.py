@@ -267,8 +267,10 @@ def save(
     if save_param_scheduler:
         state.update(scheduler_states(runner))
     trains = runner.optim_wrapper is not None
-    if trains:  # a run without training may export its model
+    data = runner.train_loop.data if trains else None  # a run without training may export its model
+    if trains:
         state["loop"] = runner.train_loop.state_dict()
+    if data is not None:  # an Engine is given its batches
         state["data"] = data_facts(runner, state["loop"]).model_dump()
     state["processes"] = topology.data.count  # those with their own data shard, and so their own RNG state
     modules, late_buffers = module_state(runner)
@@ -297,8 +299,8 @@ def save(
     if others := {name for name, _ in strategy.module.named_buffers() if not saves(strategy, name)}:
         state = {key: value for key, value in state.items() if averaged_name(key) not in others}
     own: dict[str, Any] = {"rng": rng_state(strategy.device)}
-    if trains:
-        own["loader"] = runner.train_loop.data.loader_state()
+    if data is not None:
+        own["loader"] = data.loader_state()
     Participants(f"{path}: could not be saved").meet(path.name, float(strategy.config.timeout_s))
     leaves_out = strategy.config.exclude_frozen_parameters and not is_export
     if leaves_out and (prints := fingerprints_of_left_out(strategy)):
@@ -384,8 +386,10 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
     check_left_out(runner, checkpoint)
     with piece(path, "loop"):
         check_counts(values["loop"])
-        loop.data.begin_anew()
-        progress = begin_epoch_anew(loop.data, values["loop"])
+        progress = dict(values["loop"])
+        if loop.data is not None:  # an Engine is given its batches
+            loop.data.begin_anew()
+            progress = begin_epoch_anew(loop.data, values["loop"])
     if options.data:
         from .going_back import left_out_since  # a run that begins does without
 

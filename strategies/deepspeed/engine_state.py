@@ -125,15 +125,16 @@ class EngineState:
             fragment = fragments[name]
             if not self.adapter.keeps_state_of(fragment.flat):
                 continue
+            dtype = torch.float32 if info.dtype is torch.float64 else info.dtype  # DeepSpeed has no float64
             slot = (id(fragment.flat), key)
-            if (own := self.adapter.empty_state(fragment.flat, info.shape, info.dtype)) is not None:
+            if (own := self.adapter.empty_state(fragment.flat, info.shape, dtype)) is not None:
                 template[full_key] = self._incoming[slot] = own
                 continue
             if key in counters:
                 template[full_key] = torch.empty(info.shape, dtype=info.dtype)
                 continue
             if tuple(info.shape) != tuple(fragment.shape) and fragment.offset is None:
-                own = torch.empty(tuple(info.shape), dtype=info.dtype, device=fragment.flat.device)
+                own = torch.empty(tuple(info.shape), dtype=dtype, device=fragment.flat.device)
                 template[full_key] = self._incoming[slot] = own
                 continue
             if tuple(info.shape) != tuple(fragment.shape):
@@ -142,7 +143,7 @@ class EngineState:
                     "take up only state that is kept element by element"
                 )
             if slot not in self._incoming:
-                self._incoming[slot] = self._files.zeros(fragment.flat, key, info.dtype)
+                self._incoming[slot] = self._files.zeros(fragment.flat, key, dtype)
             template[full_key] = fragment.cut(self._incoming[slot])
         return template
 

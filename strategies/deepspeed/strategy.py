@@ -420,11 +420,12 @@ class DeepSpeedStrategy(Strategy):
             engine_internals.forget_modules(self.module)
             swapping.free_buffers(self.module.parameters())
         self._files.remove()
-        began = self._spec is not None
+        began, ends_group = self._spec is not None, self._owns_group
         self._engine = self._state = self._wrapper = self._nobody = None
         super().leave()
-        if began:
+        if ends_group:  # otherwise another engine of this process may use it
             engine_internals.forget_process_groups()
+        if began:
             restore_linear()
         if self._local_rank is not None:
             os.environ.pop("LOCAL_RANK", None)

@@ -2,8 +2,8 @@
 
 from ..base import meet
 from ..building import construct, init_weights, shape_of
-from .advice import cannot_repeat, check_window, choices, explain, hooks_of, pipeline_of, rehearsed
-from .footprint import StateMemory, state_memory
+from .advice import cannot_repeat, check_window, choices, explain, pipeline_of, rehearsed
+from .footprint import StateMemory, kept_tensors, state_memory
 from .model_state import (
     aliases,
     appeared,
@@ -46,10 +46,10 @@ __all__ = [
     "explain",
     "fingerprints_of_left_out",
     "full_weights",
-    "hooks_of",
     "init_weights",
     "keep_own_buffers",
     "keepers_elsewhere",
+    "kept_tensors",
     "left_out",
     "meet",
     "note_initialised",

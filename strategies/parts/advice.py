@@ -21,12 +21,6 @@ def explain(strategy: Strategy, error: BaseException) -> str | None:
     return None
 
 
-@singledispatch
-def hooks_of(strategy: Strategy) -> Sequence[Any]:
-    """Return the hooks that a strategy needs, which the runner adds to those of the configuration; called once, after ``join``."""
-    return ()
-
-
 # What only a first batch shows: whether a strategy trains the model as one device does.
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ...core.base.trees import tensors_in
+from ...core.checkpoint.chunks import FlatShard
 from ...optim.adapters import OF_OTHERS, updates_matrices
 from ..base import Strategy
 
@@ -62,6 +64,24 @@ def state_memory(strategy: Strategy) -> StateMemory:
         optimizer_state=None if None in states else sum(state or 0 for state in states),
         note="kept in host memory" if elsewhere == {"cpu"} else "",
     )
+
+
+def kept_tensors(strategy: Strategy) -> Iterator[Tensor]:
+    """Yield the tensors that this process keeps between updates, some of them several times; after ``setup``.
+
+    These are parameters, with what an engine has put into their attributes, buffers, what optimizers update, and their state.
+    Buffers of communication are not among them.
+    """
+    for parameter in strategy.module.parameters():
+        yield parameter
+        yield from (value for value in vars(parameter).values() if isinstance(value, Tensor))
+    yield from strategy.module.buffers()
+    for wrapper in strategy.optim.wrappers.values() if strategy.optim is not None else ():
+        yield from (parameter for group in wrapper.param_groups for parameter in group["params"])
+        yield from tensors_in([*wrapper.optimizer.state.values()])
+    for value in strategy.state().values():  # what only a subclass has, too
+        if isinstance(value, Tensor):
+            yield value.to_local() if isinstance(value, FlatShard) else value
 
 
 def size_of(tensor: Tensor) -> int:

@@ -27,7 +27,8 @@ def prepare(
 ) -> Any:
     """Set up a model for a loop of one's own, without a runner; MMEngine's ``strategy.prepare``; a collective.
 
-    The runner calls ``setup``. In the loop, ``update_params(loss)`` of the wrapper counts micro-batches itself.
+    The runner calls ``setup``. In the loop, ``update_params(loss)`` of the wrapper counts micro-batches itself. New loops rather use
+    ``flextrain.Engine``, which reduces gradients once per update, weighs losses and saves checkpoints as the runner does.
 
     Args:
         model: a module, ``dict(type=...)`` or a class.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -109,6 +110,45 @@ def test_slurm_with_flextrain_run(slurm: Slurm, tmp_path: Path, expected: dict[i
     assert "2 processes" in text
 
 
+def launched(
+    folder: Path, script: Path, *words: object, on: tuple[str, ...] = ("slurm", "--nodes=2", "--cpus=1")
+) -> Path:
+    """What `flextrain launch`, of the plug-in flextrain-jobs, writes for a copy of train.py."""
+    plugin = FOLDER.parents[1] / "plugins" / "flextrain-jobs"
+    info = folder / "flextrain_jobs-0.1.0.dist-info"  # as an installer writes it
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flextrain-jobs\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[flextrain.commands]\nlaunch = flextrain_jobs.command\n")
+    python = [sys.executable, "-c", "import sys; from flextrain.cli import main; sys.exit(main(sys.argv[1:]))"]
+    written = folder / ("job.py" if on[0] == "ray" else "job.sbatch")
+    command = ["launch", script, "--on", *on, "--write", written, "--", "--work-dir", folder / "work", *words]
+    run([*python, *command], PYTHONPATH=os.pathsep.join([str(plugin), str(folder)]))
+    return written
+
+
+def test_slurm_by_flextrain_launch(slurm: Slurm, tmp_path: Path, expected: dict[int, float]) -> None:
+    batch = launched(tmp_path, FOLDER / "train.py", *SHORT)
+    text = in_slurm(slurm, str(batch), tmp_path)
+    assert losses(tmp_path / "work") == expected
+    assert "2 processes of 2 machines" in text
+
+
+def test_flextrain_launch_hands_the_job_in_again_after_a_signal(slurm: Slurm, tmp_path: Path) -> None:
+    """By the exit status alone: the script does not do it itself."""
+    text = (FOLDER / "train.py").read_text()
+    script, iters = tmp_path / "train.py", 6000
+    script.write_text(re.sub(r"preemption = dict\(.*", "preemption = True", text))
+    assert text != script.read_text()
+    batch = launched(tmp_path, script, "--iters", iters, "--interval", iters)
+    log = tmp_path / "log"
+    job = int(slurm.run("sbatch", "--parsable", f"--output={log}", f"--chdir={tmp_path}", batch, **PYTHON))
+    await_in(log, r"\[ *[1-9]\d\d/6000\]")
+    slurm.run("scancel", "--signal=TERM", job)
+    await_in(log, r"\[6000/6000\]")
+    assert re.search(r"Resumed from \S+: epoch \d+, iteration \d+", log.read_text())
+    assert "exit status 143" in log.read_text()
+
+
 @pytest.mark.parametrize("mpirun", ["mpirun.openmpi --allow-run-as-root --oversubscribe", "mpirun.mpich"])
 def test_mpi(tmp_path: Path, expected: dict[int, float], mpirun: str) -> None:
     if shutil.which(mpirun.split()[0]) is None:
@@ -143,3 +183,10 @@ def test_ray(tmp_path: Path, expected: dict[int, float]) -> None:
     found = re.search(rf"Finished at iteration {ITERS}, checkpoint (\S+)", output)
     assert found is not None
     assert (Path(found[1]) / "manifest.json").is_file()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs pip install flextrain[ray]")
+def test_ray_by_flextrain_launch(tmp_path: Path, expected: dict[int, float]) -> None:
+    driver = launched(tmp_path, FOLDER / "train.py", *SHORT, on=("ray", "--processes=2"))
+    run([sys.executable, driver], RAY_raylet_start_wait_time_s="120")
+    assert losses(tmp_path / "work") == expected

@@ -29,7 +29,7 @@ from flextrain.core.device import device as devices
 from flextrain.core.device.device import HostBuffer, host_slices, to_device
 from flextrain.strategies import offloading
 from flextrain.strategies.mesh.context.attention import Ring
-from flextrain.strategies.mesh.pipeline.engine import Transfers
+from flextrain.strategies.mesh.pipeline.pipeline_engine import Transfers
 from flextrain.testing.loop import train as train_windows
 
 from ..mesh.parity import RECIPES, data, started

@@ -19,7 +19,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 
 from flextrain import FlexibleRunner, ResumeFrom, SingleDeviceStrategy
 from flextrain.runner.data.samplers import DefaultSampler
-from flextrain.strategies.parts import hooks_of
 
 from .training import (
     SGD,
@@ -412,7 +411,7 @@ def test_training_goes_on_from_another_run_in_the_same_process(tmp_path: Path, r
     hook = At(
         "on_exception" if point == "run_window" else point, (lambda *_, **__: None) if point == "run_window" else jump
     )
-    hooks_of.register(Jumping, lambda strategy: [hook])
+    Jumping.hooks = (hook,)
     own = Watch()
     options = {
         **changes(tmp_path),

@@ -101,27 +101,58 @@ def write_hugging_face(
             "with --peft"
         )
     files_of_tokenizer = _tokenizer(tokenizer, described)
-    named = _under_its_names(source, described, averaged)
-    weights, is_untied = _untied(named, weights_to_export(named, averaged, dtype), described)
+    named, weights, is_untied = named_weights(source, described, averaged, dtype)
     if bad := [weight.name for weight in weights if weight.key in named.nonfinite]:
         _logger.warning(
             f"{source.path}: NaN or infinity is in {what_is_not_finite(bad, 'weight')}, and in {folder} too"
         )
     tensors = in_safetensors(named, folder, weights, tied=False)
-    kinds = {DTYPES[entry.dtype] for key, entry in named.entries.items() if key.startswith(MODEL)}
-    held = dtype or next((kind for kind in kinds if kind.is_floating_point), torch.float32)
     # config.json is last: without it, no half-written folder is loaded.
     with filled(folder, CONFIG, (CONFIG, *WEIGHT_FILES)) as staged:
         written = write_shards(named, staged, tensors, parse_size(max_shard_size))
-        if described.generation_config is not None:
-            written.append(_write(staged / GENERATION, described.generation_config).name)
-        if isinstance(files_of_tokenizer, list):
-            written += [Path(shutil.copy(file, staged)).name for file in files_of_tokenizer]
-        elif files_of_tokenizer is not None:
-            saved = files_of_tokenizer.save_pretrained(staged)
-            written += [os.path.relpath(file, staged) for file in saved or () if Path(file).is_file()]
-        written.append(_write(staged / CONFIG, _config(described, held, is_untied)).name)
+        written += _write_beside(staged, described, files_of_tokenizer, dtype or _dtype_of(named), is_untied)
     return [folder / name for name in dict.fromkeys(written)]
+
+
+def named_weights(
+    source: Checkpoint, described: Description, averaged: bool | str = False, dtype: torch.dtype | None = None
+) -> tuple[Checkpoint, list[ExportedTensor], bool]:
+    """The weights of a model without adapters as transformers reads them.
+
+    Returns:
+        The checkpoint with the names of transformers, its tensors to export, and whether the model has to be one that ties none.
+
+    Raises:
+        CheckpointError: they are not those of such a model.
+    """
+    named = _under_its_names(source, described, averaged)
+    return named, *_untied(named, weights_to_export(named, averaged, dtype), described)
+
+
+def write_configuration(
+    folder: Path, source: Checkpoint, described: Description, dtype: torch.dtype | None, is_untied: bool
+) -> list[str]:
+    """Write what ``from_pretrained`` reads beside the weights that ``named_weights`` has returned; return the files' names."""
+    return _write_beside(folder, described, _own_tokenizer(described), dtype or _dtype_of(source), is_untied)
+
+
+def _write_beside(
+    folder: Path, described: Description, tokenizer: Any, dtype: torch.dtype, is_untied: bool
+) -> list[str]:
+    written = []
+    if described.generation_config is not None:
+        written.append(_write(folder / GENERATION, described.generation_config).name)
+    if isinstance(tokenizer, list):
+        written += [Path(shutil.copy(file, folder)).name for file in tokenizer]
+    elif tokenizer is not None:
+        saved = tokenizer.save_pretrained(folder)
+        written += [os.path.relpath(file, folder) for file in saved or () if Path(file).is_file()]
+    return [*written, _write(folder / CONFIG, _config(described, dtype, is_untied)).name]
+
+
+def _dtype_of(source: Checkpoint) -> torch.dtype:
+    kinds = {DTYPES[entry.dtype] for key, entry in source.entries.items() if key.startswith(MODEL)}
+    return next((kind for kind in kinds if kind.is_floating_point), torch.float32)
 
 
 def _description(source: Checkpoint, config: Path | None) -> Description:
@@ -228,11 +259,16 @@ def _tokenizer(given: Any, described: Description) -> list[Path] | Any | None:
     """Files to copy, or an object that saves itself; None if there is no tokenizer."""
     if given is not None:
         return _given_tokenizer(given)
-    folder = Path(described.folder) if described.folder else None
-    files = list(tokenizer_files(folder)) if folder is not None and folder.is_dir() else []
+    files = _own_tokenizer(described)
     if not files:
         _logger.info("No tokenizer is known for the export; tokenizer= (--tokenizer FOLDER) adds its files")
     return files or None
+
+
+def _own_tokenizer(described: Description) -> list[Path]:
+    """The files of the tokenizer in the folder that the model was built from."""
+    folder = Path(described.folder) if described.folder else None
+    return list(tokenizer_files(folder)) if folder is not None and folder.is_dir() else []
 
 
 def _untied(

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,10 +18,10 @@ from torch import Tensor
 from ...base.errors import CheckpointError, counted, one_of, suggest
 from ...hugging_face.pretrained import META_KEY
 from ..foreign.weights_file import MODEL
-from ..load import Checkpoint, TensorReader, reading
+from ..load import Checkpoint, TensorInfo, TensorReader, reading
 from ..replicas import FrozenPrints
 from ..safetensors_file import write_safetensors
-from ..weights import BASE, COPIES, ORIGINAL, PREFIX, is_adapter, name_in_base, open_weights, sources_of
+from ..weights import BASE, COPIES, ORIGINAL, PREFIX, computed, is_adapter, name_in_base, open_weights, sources_of
 from .files import ExportedTensor, Pending, check_free, claimed, filled, local_folder
 from .weights import weights_to_export
 
@@ -130,7 +129,7 @@ def merged(
 ) -> Iterator[Checkpoint]:
     """Context with the weights of the model without adapters that computes the same: what is to be exported.
 
-    They are written to a temporary file, one tensor at a time, beside the other temporary files of this machine.
+    A tensor is merged whenever it is read, one at a time, and nothing is kept.
 
     Args:
         checkpoint: of a run with LoRA.
@@ -152,19 +151,15 @@ def merged(
     with ExitStack() as stack:
         weights = _Weights(stack, source, weights_to_export(source, averaged, None), base)
         plan, aliases = _plan(weights, found)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flextrain_merged_")))
-        path = folder / "model.safetensors"
-        tensors = {each.name: (weights.info(each.base).dtype, weights.info(each.base).shape) for each in plan}
-        write_safetensors(path, tensors, (each.value(weights) for each in plan), {"format": "pt"})
-        opened = open_weights(path)
         values = {
             key: value for key, value in source.values.items() if key not in (_LEFT_OUT, _ALIASES, KEY, TRANSPOSED)
         }
         values[_ALIASES] = aliases
         values["meta"] = _of_the_base(values.get("meta"))
-        result = opened.renamed(opened.entries, {**values, **opened.values})
-        result.path = source.path  # for messages
-        yield result
+        by_key = {f"{MODEL}{each.name}": each for each in plan}
+        infos = {key: weights.info(each.base) for key, each in by_key.items()}
+        tensors = {key: TensorInfo(info.shape, info.dtype) for key, info in infos.items()}
+        yield computed(source.path, tensors, values, lambda key: by_key[key].value(weights))
 
 
 def _of_the_base(meta: Any) -> Any:

@@ -226,7 +226,7 @@ def _write(path: Path, weights: Sequence[ExportedTensor], fetch: Callable[[Expor
 
 def write_shards(source: Checkpoint, folder: Path, weights: Sequence[ExportedTensor], limit: int | None) -> list[str]:
     """Write files of at most ``limit`` bytes, or one tensor, with Hugging Face's names; return these, the index last."""
-    shards = _shards(weights, limit)
+    shards = divided(weights, limit)
     files = [folder / _shard_name(number, len(shards)) for number in range(len(shards))]
     with reading(source) as reader:
         for file, shard in zip(files, shards, strict=True):
@@ -242,7 +242,7 @@ def write_shards(source: Checkpoint, folder: Path, weights: Sequence[ExportedTen
     return [file.name for file in files]
 
 
-def _shards(weights: Sequence[ExportedTensor], limit: int | None) -> list[list[ExportedTensor]]:
+def divided(weights: Sequence[ExportedTensor], limit: int | None) -> list[list[ExportedTensor]]:
     """Divide the weights into shards of at most ``limit`` bytes, in their order."""
     shards: list[list[ExportedTensor]] = [[]]
     filled = 0
@@ -259,8 +259,8 @@ def _shard_name(number: int, count: int) -> str:
     return f"{_STEM}{_SUFFIX}" if count == 1 else f"{_STEM}-{number + 1:05d}-of-{count:05d}{_SUFFIX}"
 
 
-def parse_size(given: int | str | None) -> int | None:
-    """Parse a size; return bytes.
+def parse_size(given: int | str | None, name: str = "max_shard_size") -> int | None:
+    """Parse a size, the argument ``name``; return bytes.
 
     Raises:
         CheckpointError: it is not a size.
@@ -270,5 +270,5 @@ def parse_size(given: int | str | None) -> int | None:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B)?\s*", str(given).upper())
     size = int(float(match[1]) * _UNITS[match[2] or "B"]) if match and (match[2] or "B") in _UNITS else 0
     if size < 1:
-        raise CheckpointError(f'max_shard_size: "{given}" is not allowed, give bytes or a number with one of KB to GiB')
+        raise CheckpointError(f'{name}: "{given}" is not allowed, give bytes or a number with one of KB to GiB')
     return size

@@ -160,8 +160,8 @@ def ledger_of(events: Sequence[Mapping[str, Any]]) -> Ledger:
             start.keeps, start.ended = max(start.keeps, event["iter"]), when
         elif starts and kind not in ("launched", "started") and starts[-1].how != "finished":
             start = starts[-1]
-            if kind == "restarted" and start.how:  # of processes that ended without a word it is the first that is known
-                continue
+            if kind == "restarted" and start.how:
+                continue  # of processes that ended without a word it is the first that is known
             if kind == "saved":
                 start.saves += 1
                 start.keep(event.get("iter", 0), when)

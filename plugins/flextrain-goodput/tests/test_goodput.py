@@ -69,7 +69,12 @@ def test_what_a_start_that_ended_without_a_word_did_last_is_lost() -> None:
 
 
 def test_what_was_saved_before_a_kill_is_useful_without_a_record() -> None:
-    events = [spent(0, 0, began=0), spent(10, 10, began=0, training=10), event(15, "saved", iter=15), event(18, "failed")]
+    events = [
+        spent(0, 0, began=0),
+        spent(10, 10, began=0, training=10),
+        event(15, "saved", iter=15),
+        event(18, "failed"),
+    ]
     ledger = ledger_of([*events, spent(20, 15, began=20), spent(30, 25, began=20, training=10), event(30, "finished")])
     assert (ledger.seconds["useful"], ledger.seconds["lost"], ledger.seconds["repeated"]) == (25, 3, 0)
 

@@ -24,8 +24,8 @@ from ...noted import tied
 from ..axis import Axis, CheckWindow, Evaluate, Layout, RunWindow
 from ..config import MeshConfig
 from .chain import Chain, chain_of, put_in_order, split_of, stages_of
-from .engine import CollectedBatch, CollectedWindow, Engine, Transfers
 from .orders import SCHEDULES, Schedule
+from .pipeline_engine import CollectedBatch, CollectedWindow, PipelineEngine, Transfers
 from .stages import StageRun
 
 # Ties: parameters that several stages have, such as an embedding that is the output projection too.
@@ -90,7 +90,7 @@ class Pipeline(Axis):
         super().__init__(config, layout)
         self._schedule, self._each = SCHEDULES[config.pp_schedule], stages_per_process(config)
         self._chain, self._split = Chain([]), [0]
-        self._engine: Engine | None = None
+        self._engine: PipelineEngine | None = None
         self._ties: Ties | None = None
 
     @property
@@ -193,7 +193,7 @@ class Pipeline(Axis):
         )
         run.cut()
         transfers = Transfers(self.layout, self.name, device)
-        self._engine = Engine(
+        self._engine = PipelineEngine(
             run, self.config.pp_schedule, transfers, self.size, self._each,
             reduces_always=self.config.reduce_every_micro_batch,
             tensor_mesh=self.layout.over("tp") if self.layout.sizes.get("tp", 1) > 1 else None,

@@ -1,4 +1,4 @@
-"""Engine: runs the stages of a process in the order of a schedule."""
+"""PipelineEngine: runs the stages of a process in the order of a schedule."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ class Transfers:
 _logger = logging.getLogger("flextrain")
 
 
-class Engine:
+class PipelineEngine:
     """Runs forwards and backwards of this process's stages, and sends what goes to others.
 
     Args:
