@@ -20,7 +20,7 @@ from ..core.config_files import Config, located
 from ..core.random.generators import set_seed
 from ..strategies.base import NOTHING, Strategy
 from ..strategies.launchers import saying_why_this_process_leaves
-from ..strategies.parts import meet
+from ..strategies.parts import hooks_of, meet
 from .checkpoints import Checkpoints
 from .config import ELSEWHERE, check_agreement, check_everything
 from .data.checks import check_dataloader
@@ -154,7 +154,7 @@ class FlexibleRunner(RunnerNames):
             self.oversight.start(self)
         if self.distributed:
             check_agreement(config)
-        hooks = [*config.hooks, *((hook, get_priority(hook.priority)) for hook in self.strategy.hooks)]
+        hooks = [*config.hooks, *((hook, get_priority(hook.priority)) for hook in hooks_of(self.strategy))]
         if self.options.env_cfg.plan is not None:
             spec = {"type": "plan", "plan": self.options.env_cfg.plan}
             hook = HOOKS.build(spec, "env_cfg.plan", strategy=self.strategy)

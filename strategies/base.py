@@ -152,8 +152,6 @@ class Strategy:
     tolerance: ClassVar[float | None] = None
     """Relative difference from one device that ``check_strategy`` counts as rounding; None: the kit's own."""
     _given_as: Mapping[str, str] = MappingProxyType({})  # where options that are not under ``strategy`` were given
-    hooks: Sequence[Any] = ()
-    """Hooks that a runner adds to those of the configuration, after ``join``: for what belongs around updates, or in checkpoints."""
     interface_version: ClassVar[int | range] = INTERFACE_VERSION
     """The version of this interface that a class is written for; a package states it, and another one is refused."""
 

@@ -20,6 +20,12 @@ class Builds(Protocol):
 
 
 @singledispatch
+def hooks_of(strategy: Any) -> Sequence[Any]:
+    """Return the hooks that a strategy needs, which the runner adds to those of the configuration; called once, after ``join``."""
+    return ()
+
+
+@singledispatch
 def shape_of(strategy: Builds, tensor: Tensor) -> Sequence[int]:
     """Return the whole shape of a parameter or buffer of the model, which may be sharded since ``building``."""
     return tensor.shape

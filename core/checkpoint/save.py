@@ -474,8 +474,9 @@ class _Save:
             raise self._why_gone()
         if self._staged is None:
             self._look_at_replicas(None)
+        summary = b"" if self._replicas is None else self._replicas.summary()
         if not self._plan.parts:
-            return _Written(None, self._nonfinite, self._summary())
+            return _Written(None, self._nonfinite, summary)
         file = file_of(get_rank())
         self._staging.memory.wait()
         tensors = self._staged or self._chunks()
@@ -484,10 +485,7 @@ class _Save:
         entry = write_shard(folder / file, self._plan.parts, self._looked_at(numbered))
         if self._options.verify:
             self._read_back(folder / file, entry)
-        return _Written((file, entry), self._nonfinite, self._summary())
-
-    def _summary(self) -> bytes:
-        return b"" if self._replicas is None else self._replicas.summary()
+        return _Written((file, entry), self._nonfinite, summary)
 
     def _read_back(self, path: Path, entry: FileEntry) -> None:
         try:

@@ -164,7 +164,9 @@ class ClosingSummary:
             return ""
         if samples is None:
             return f", {updates / seconds:.3g} iterations/s without validation"
-        return f", {_rounded(samples * updates / seconds)} samples/s without validation"
+        rate = samples * updates / seconds
+        digits = max(0, 2 - math.floor(math.log10(rate))) if rate > 0 else 0
+        return f", {rate:.{digits}f} samples/s without validation"  # three, without an exponent: 4210, 12.3, 0.123
 
     def _samples_per_iteration(self) -> float | None:
         """Return the mean over an epoch, whose last batch may be smaller; None if the data does not say."""
@@ -222,11 +224,6 @@ def _place(best: _Best) -> str:
     if best.checkpoint is None:
         return f', save_best="{best.name}" of CheckpointHook would keep its weights'
     return f", load_from={str(best.checkpoint)!r}" if is_checkpoint(best.checkpoint) else ""
-
-
-def _rounded(value: float) -> str:
-    """Three digits, without an exponent: 4210, 12.3, 0.123."""
-    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
 
 
 # LineQueue: writes the log lines of a fast loop several at a time.

@@ -1,7 +1,7 @@
 """What takes a strategy, whichever it is; a backend in which it differs registers a function for its class."""
 
 from ..base import meet
-from ..building import construct, init_weights, shape_of
+from ..building import construct, hooks_of, init_weights, shape_of
 from .advice import cannot_repeat, check_window, choices, explain, pipeline_of, rehearsed
 from .footprint import StateMemory, kept_tensors, state_memory
 from .model_state import (
@@ -46,6 +46,7 @@ __all__ = [
     "explain",
     "fingerprints_of_left_out",
     "full_weights",
+    "hooks_of",
     "init_weights",
     "keep_own_buffers",
     "keepers_elsewhere",

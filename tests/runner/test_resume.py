@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 
 from flextrain import FlexibleRunner, ResumeFrom, SingleDeviceStrategy
 from flextrain.runner.data.samplers import DefaultSampler
+from flextrain.strategies.parts import hooks_of
 
 from .training import (
     SGD,
@@ -411,7 +412,7 @@ def test_training_goes_on_from_another_run_in_the_same_process(tmp_path: Path, r
     hook = At(
         "on_exception" if point == "run_window" else point, (lambda *_, **__: None) if point == "run_window" else jump
     )
-    Jumping.hooks = (hook,)
+    hooks_of.register(Jumping, lambda strategy: [hook])
     own = Watch()
     options = {
         **changes(tmp_path),

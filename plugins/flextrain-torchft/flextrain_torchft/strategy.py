@@ -24,7 +24,7 @@ from flextrain import (
     StrategyError,
 )
 from flextrain.strategies import StrategyConfig
-from flextrain.strategies.parts import cannot_repeat
+from flextrain.strategies.parts import cannot_repeat, hooks_of
 
 from . import record
 from .groups import START, Groups, Member, check_lighthouse
@@ -344,7 +344,7 @@ class TorchFTStrategy(Strategy):
         made: Any = type("TorchFTStrategy", (_InGroups, kind), {"__doc__": cls.__doc__, "__module__": cls.__module__})(
             **given
         )
-        made.groups_config, made.hooks = config, (TorchFTHook(made),)
+        made.groups_config = config
         return made
 
 
@@ -361,6 +361,11 @@ def _checked(options: dict[str, Any]) -> Any:
     if found.lighthouse is None:
         found = found.model_copy(update={"lighthouse": os.environ.get("TORCHFT_LIGHTHOUSE")})
     return found
+
+
+@hooks_of.register(_InGroups)
+def _(strategy: _InGroups) -> Sequence[Any]:
+    return [TorchFTHook(strategy)]
 
 
 @cannot_repeat.register(_InGroups)
