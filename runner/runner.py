@@ -154,11 +154,9 @@ class FlexibleRunner(RunnerNames):
             self.oversight.start(self)
         if self.distributed:
             check_agreement(config)
-        hooks = [*config.hooks, *((hook, get_priority(hook.priority)) for hook in hooks_of(self.strategy))]
-        if self.options.env_cfg.plan is not None:
-            spec = {"type": "plan", "plan": self.options.env_cfg.plan}
-            hook = HOOKS.build(spec, "env_cfg.plan", strategy=self.strategy)
-            hooks = [*hooks, (hook, get_priority(hook.priority))]
+        more = [*hooks_of(self.strategy)]
+        if (plan := self.options.env_cfg.plan) is not None:
+            more.append(HOOKS.build({"type": "plan", "plan": plan}, "env_cfg.plan", strategy=self.strategy))
         make_writable(Path(self.work_dir), "work_dir")
         self.timestamp = new_log_folder(Path(self.work_dir))
         self.experiment_name = experiment_name or f"{Path(self.work_dir).name}_{self.timestamp}"
@@ -179,7 +177,7 @@ class FlexibleRunner(RunnerNames):
         self.visualizer.belong_to_run(
             self.experiment_name, Path(self.log_dir) / "vis_data", describe(self.cfg), reports=self.rank == 0
         )
-        self._register_first(hooks)
+        self._register_first([*config.hooks, *((hook, get_priority(hook.priority)) for hook in more)])
 
     @classmethod
     def from_cfg(cls, cfg: Mapping[str, Any] | Config) -> FlexibleRunner:
