@@ -21,6 +21,7 @@ from ..core.base.trees import tensors_in, tree_map_only
 from ..core.comm.agreement import all_same
 from ..core.comm.collectives import all_gather_object, side_group
 from ..core.device.device import synchronize
+from ..core.model.logits import Logits
 from ..core.model.module_state import buffers_of
 from ..core.random.generators import load_rng_state, rng_state
 from ..core.torch_compat.torch_private import is_compiled, version_of, without_function_modes
@@ -154,6 +155,8 @@ def _watching(module: nn.Module, trace: _Trace) -> Iterator[None]:
     def watch(name: str) -> Any:
         def look(_: nn.Module, args: Any, output: Any) -> None:
             for tensor in tensors_in(output):
+                if isinstance(tensor, Logits):  # of ChunkedLoss: a look would make all of them, and the loss says what they are
+                    continue
                 if last[0]() is tensor and last[1] == version_of(tensor):
                     continue
                 last[:] = ref(tensor), version_of(tensor)
