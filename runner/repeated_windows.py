@@ -155,7 +155,8 @@ def _watching(module: nn.Module, trace: _Trace) -> Iterator[None]:
     def watch(name: str) -> Any:
         def look(_: nn.Module, args: Any, output: Any) -> None:
             for tensor in tensors_in(output):
-                if isinstance(tensor, Logits):  # of ChunkedLoss: a look would make all of them, and the loss says what they are
+                # A look would make all logits of ChunkedLoss; the loss says what they are.
+                if isinstance(tensor, Logits):
                     continue
                 if last[0]() is tensor and last[1] == version_of(tensor):
                     continue

@@ -381,7 +381,8 @@ class Types(OperationRecorder):  # type: ignore[no-untyped-call]
         super().leave(module, args, output)
         if self.is_on and not in_backward():
             for leaf in tree_flatten(output)[0]:
-                is_made = isinstance(leaf, Tensor) and not isinstance(leaf, Logits)  # a look would make all logits of ChunkedLoss
+                # A look would make all logits of ChunkedLoss.
+                is_made = isinstance(leaf, Tensor) and not isinstance(leaf, Logits)
                 for each in parts_of(leaf) if is_made else ():
                     with looking():
                         self.outputs[name] = (self.kind_of(each), next(iter(self.writers(each)[-1:]), -1))
