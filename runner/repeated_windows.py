@@ -21,7 +21,6 @@ from ..core.base.trees import tensors_in, tree_map_only
 from ..core.comm.agreement import all_same
 from ..core.comm.collectives import all_gather_object, side_group
 from ..core.device.device import synchronize
-from ..core.model.logits import Logits
 from ..core.model.module_state import buffers_of
 from ..core.random.generators import load_rng_state, rng_state
 from ..core.torch_compat.torch_private import is_compiled, version_of, without_function_modes
@@ -150,6 +149,8 @@ def _in_memory(value: Tensor) -> Iterator[Tensor]:
 @contextmanager
 def _watching(module: nn.Module, trace: _Trace) -> Iterator[None]:
     """Context in which outputs of modules, and the gradients of these, go into the trace."""
+    from ..core.model.logits import Logits  # here, because few runs need it
+
     last: list[Any] = [lambda: None, 0]  # the output of a container is that of its last module
 
     def watch(name: str) -> Any:
