@@ -322,10 +322,9 @@ def launched(name: str, job: Job, processes: int) -> dict[str, float] | str:
         ended = subprocess.run(command, capture_output=True, text=True)
         if report.exists():
             return json.loads(report.read_text())  # type: ignore[no-any-return]
-        lines = [
-            line for line in ended.stderr.splitlines() if re.match(r"(\[rank\d+\]: )?\w*(Error|Exception|assert)", line)
-        ]
-        return (lines or ended.stderr.splitlines() or ["ended without a word"])[-1][:200]
+        said = [line for line in ended.stderr.splitlines() if line.strip()]
+        errors = [line for line in said if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception|assert)", line)]
+        return (errors or said or [f"ended without a word, exit code {ended.returncode}"])[-1][:200]
 
 
 def peak_of(machine: str) -> tuple[float, str]:

@@ -149,11 +149,16 @@ def _in_memory(value: Tensor) -> Iterator[Tensor]:
 @contextmanager
 def _watching(module: nn.Module, trace: _Trace) -> Iterator[None]:
     """Context in which outputs of modules, and the gradients of these, go into the trace."""
+    from ..core.model.logits import Logits  # here, because few runs need it
+
     last: list[Any] = [lambda: None, 0]  # the output of a container is that of its last module
 
     def watch(name: str) -> Any:
         def look(_: nn.Module, args: Any, output: Any) -> None:
             for tensor in tensors_in(output):
+                # A look would make all logits of ChunkedLoss; the loss says what they are.
+                if isinstance(tensor, Logits):
+                    continue
                 if last[0]() is tensor and last[1] == version_of(tensor):
                     continue
                 last[:] = ref(tensor), version_of(tensor)

@@ -263,6 +263,9 @@ REFUSED_BEFORE = (
     ("with torch 2.6, stage 3 has no gradients of what is recomputed", "torch", "2.7"),
     ("needs FSDPModule.finalize_backward, which torch", "torch", "2.15"),
     ("was not checked, figures might be wrong; plan with torch 2.15", "torch", "2.15"),
+    ("matrices in one are divided in a way that torch", "torch", "2.15"),
+    ("an error ended backward, after which FSDP of torch", "torch", "2.15"),
+    ("asks for gradients of gradients (create_graph=True), which torch", "torch", "2.15"),
     ('"auto" needs transformers 5.16 or newer', "transformers", "5.16"),
 )
 

@@ -25,6 +25,17 @@ def made(name: str, folder: Path, *flags: str) -> tuple[dict[str, Any], str]:
     return json.loads((folder / f"{name}.json").read_text()), (folder / f"{name}.md").read_text()
 
 
+def loaded(name: str) -> Any:
+    """A benchmark as a module."""
+    spec = importlib.util.spec_from_file_location(f"{name}_benchmark", BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.slow
@@ -89,11 +100,7 @@ def test_offloading(tmp_path: Path) -> None:
 def test_a_legend_covers_no_bar(tmp_path: Path) -> None:
     """Whatever the figures are: here every bar is as high as the panel."""
     pytest.importorskip("matplotlib")
-    spec = importlib.util.spec_from_file_location("strategies_benchmark", BENCHMARKS / "strategies.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = loaded("strategies")
     figures = dict(by_hand_ms=100.0, flextrain_ms=100.0, by_hand_mib=1000.0, flextrain_mib=1000.0)
     report = {"strategies": [{"name": name, **figures} for name in ("ddp", "fsdp", "zero3")]}
     figure = module.plot(report, tmp_path / "drawn.png")
@@ -186,3 +193,24 @@ def test_llama(tmp_path: Path) -> None:
         block = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 192 + 2 * 64
         operations = 6 * (2 * block + 64 + 512 * 64) + 12 * 2 * 64 * 16
         assert f"{operations / 1e9:.3g} Gflop per token" in report["what"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "said, reason",
+    [
+        (r"a\ntorch._inductor.exc.InductorError: no compiler\n\nSet TORCH_LOGS\n\n", "torch._inductor.exc.InductorError: no compiler"),
+        (r"killed\n\n", "killed"),
+        ("", "ended without a word, exit code 3"),
+    ],
+    ids=["error", "words", "nothing"],
+)  # fmt: skip
+def test_llama_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, reason: str) -> None:
+    """A contestant that fails is a row with its reason; the others have their figures."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nprintf '{said}' >&2\nexit 3\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    module = loaded("llama")
+    job = module.Job("tiny", 16, 1, 2, "cpu", is_half=False, compiles=False)
+    assert module.measured(["by-hand"], job, rounds=1, processes=1) == {"by-hand": reason}

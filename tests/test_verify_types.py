@@ -52,6 +52,7 @@ parser.add_argument("--fault")
 parser.add_argument("--strategy", default="{{}}")
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--dropout", type=float, default=0.0)
+parser.add_argument("--chunk", type=int)
 given = parser.parse_args()
 model = (lambda: Plain(dropout=given.dropout)) if given.dropout else (lambda: build(given.model))
 if given.fault:
@@ -60,6 +61,7 @@ batch = sample(given.model, 64, 1)
 FlexibleRunner(
     model=model,
     strategy=dict(type="MeshStrategy", **eval(given.strategy)),
+    transforms=[dict(type="ChunkedLoss", chunk=given.chunk, z_loss=1e-3)] if given.chunk else [],
     train_dataloader=dict(batch_size=4, dataset=Samples(), collate_fn=dict(type="default_collate"), sampler=dict(type="DefaultSampler", shuffle=True)),
     optim_wrapper=dict(optimizer=dict(type="AdamW", lr=3e-3), clip_grad=dict(max_norm=0.1), accumulative_counts=given.accumulate),
     train_cfg=dict(max_epochs=50),
@@ -162,6 +164,7 @@ SOUND = {
     "replicas": (["plain"], "mesh:dp_replicate64", 64),
     "replicas of shards, accumulated": (["plain", "--accumulate", "2"], "mesh:dp_replicate8xdp_shard8", 64),
     "stages": (["plain_tied", "--accumulate", "2"], "mesh:pp2xdp_replicate32", 64),
+    "logits by chunks": (["llama", "--chunk", "20"], "mesh:dp8xtp2", 16),
     "dropout": ([*PLAIN, "--dropout", "0.1"], "mesh:dp64xtp2", 128),
 }
 

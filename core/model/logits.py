@@ -160,7 +160,9 @@ class Logits(Tensor):
         """Return all logits as an ordinary tensor, which is made once."""
         if self._whole is None:
             self._check_current()
-            with torch.no_grad() if self._head.is_detached else nullcontext():
+            # Those with gradients are made with them also where none are recorded now, as under no_grad: a loss comes later.
+            records = self.requires_grad
+            with torch.inference_mode(False) if records else nullcontext(), torch.set_grad_enabled(records):
                 found = self._head(self._hidden)
             self._whole = found.movedim(-1, 1) if self._moved else found
         return self._whole
@@ -420,7 +422,7 @@ def is_deferred(module: nn.Module) -> bool:
 def _made_whole(given: Any, name: str) -> Any:
     """Arguments with whole logits in the place of those that are not."""
     if isinstance(given, Logits):
-        if given._whole is None and given.numel() and torch.is_grad_enabled() and name not in _told:
+        if given._whole is None and given.numel() and given.requires_grad and name not in _told:
             _told.add(name)
             logger.warning("ChunkedLoss: logits are computed whole, because %s is called on them", name)
         return given.whole()

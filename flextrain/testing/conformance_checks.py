@@ -23,7 +23,7 @@ from ..optim.amp import AmpOptimWrapper
 from ..optim.canonical import OWN
 from ..optim.wrapper import OptimWrapper
 from ..strategies.base import Strategy
-from ..strategies.parts import WholeModel
+from ..strategies.parts import WholeModel, explain
 from .differences import (
     FLOAT32_TOLERANCE,
     CheckFailedError,
@@ -253,7 +253,12 @@ def unused(tested: StrategyUnderTest) -> None:
         expected = run(single, windows).weights
     try:
         with started(tested.spec, adamw(), PartlyUsed) as session:
-            found = run(session, windows).weights
+            try:
+                found = run(session, windows).weights
+            except RuntimeError as error:  # of torch, such as a static graph's
+                if (advice := explain(session.strategy, error)) is None:
+                    raise
+                raise RefusedError(advice) from None
     except (ConfigError, StrategyError) as error:
         raise RefusedError(str(error)) from None
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):

@@ -33,6 +33,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from ..core.base.errors import StrategyError
 from ..core.base.tensors import parts_of
+from ..core.model.logits import Logits
 from ..core.torch_compat.torch_private import (
     TorchDispatchMode,
     apart,
@@ -380,7 +381,9 @@ class Types(OperationRecorder):  # type: ignore[no-untyped-call]
         super().leave(module, args, output)
         if self.is_on and not in_backward():
             for leaf in tree_flatten(output)[0]:
-                for each in parts_of(leaf) if isinstance(leaf, Tensor) else ():
+                # A look would make all logits of ChunkedLoss.
+                is_made = isinstance(leaf, Tensor) and not isinstance(leaf, Logits)
+                for each in parts_of(leaf) if is_made else ():
                     with looking():
                         self.outputs[name] = (self.kind_of(each), next(iter(self.writers(each)[-1:]), -1))
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from flextrain.core.base.errors import StrategyError
 from flextrain.core.torch_compat.dtensor_private import computes_strided_shards, strided_shard
+from flextrain.strategies.mesh.tensor import operations
 from flextrain.strategies.mesh.tensor.operations import (
     DTensorFunctions,
     register_cpu_attention,
@@ -186,3 +187,14 @@ def test_cross_entropy_of_another_dtype_than_the_default(workers2: WorkerGroup) 
 
 def test_cross_entropy_under_autocast_is_float32(workers2: WorkerGroup) -> None:
     assert workers2.run(dtype_under_autocast) == [torch.float32, torch.float32]
+
+
+def test_gradients_of_gradients_need_a_torch_that_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(3, requires_grad=True)
+    monkeypatch.setattr(operations, "differentiates_twice", lambda: False)
+    with DTensorFunctions():
+        torch.autograd.grad(x.square().sum(), x)
+        for ask in (lambda: torch.autograd.grad(x.square().sum(), x, create_graph=True),
+                    lambda: x.square().sum().backward(create_graph=True)):  # fmt: skip
+            with pytest.raises(StrategyError, match="^model: asks for gradients of gradients .*; take torch 2.15"):
+                ask()

@@ -675,6 +675,23 @@ def test_what_is_made_without_gradients_gives_none() -> None:
     assert not module._told
 
 
+@pytest.mark.parametrize("nothing", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "look",
+    [lambda x: x.abs().max(), lambda x: x.sort(-1), lambda x: x.mul_(2.0)],
+    ids=["largest", "sorted", "written"],
+)
+def test_a_look_without_gradients_leaves_those_of_the_loss(look: Callable[[Tensor], Any], nothing: Any) -> None:
+    """What makes all logits, as for a figure in the log, comes before the loss."""
+
+    def says(x: Tensor, y: Tensor) -> Tensor:
+        with nothing():
+            look(x)
+        return LOSSES["flat"](x, y) + x.logsumexp(-1).mean()
+
+    compare(says)
+
+
 def test_written_after_it_was_taken_apart() -> None:
     def says(x: Tensor, y: Tensor) -> Tensor:
         flat = x.flatten(0, 1)

@@ -458,6 +458,28 @@ def test_all_processes_decide_alike(workers2: WorkerGroup, tmp_path: Path) -> No
         assert done[0] == 5
 
 
+class Speaks(nn.Module):
+    """Makes logits, which are not to be made whole, and a second loss beside that of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.head = nn.Linear(6, 8), nn.Linear(8, 50)
+
+    def forward(self, index: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        hidden = self.net(x).tanh()
+        loss = nn.functional.cross_entropy(self.head(hidden), index % 50)
+        return {"loss": loss + hidden.square().mean()}
+
+
+def test_logits_by_chunks_stay_so(tmp_path: Path) -> None:
+    chunks = dict(model=Speaks, transforms=[dict(type="ChunkedLoss", head="head", chunk=3)])
+    with log_lines() as lines:
+        assert not changed(tmp_path / "trained", **chunks)
+        found = flipped(str(tmp_path / "flipped"), "SingleDeviceStrategy", 6, ("weight", "gradient"), **chunks)
+    assert not [line for line in lines if "logits are computed whole" in line]
+    assert len(found[0]) == len(found[1]) == 6
+
+
 class Random(Net):
     """Counts where nobody sees it, and computes with that, as little as asked."""
 

@@ -28,6 +28,7 @@ from flextrain.strategies import (
         (None, dict(compile=True, launcher="none"), SingleDeviceStrategy, dict(compile=True, launcher="none")),
         ("DDPStrategy", {}, DDPStrategy, {}),
         (DDPStrategy, dict(compile=None), DDPStrategy, dict(compile=False)),
+        (DDPStrategy, dict(compile={}), DDPStrategy, dict(compile=True)),
         (dict(type="DDPStrategy", static_graph=True), {}, DDPStrategy, dict(static_graph=True)),
         (dict(type=DDPStrategy), dict(compile=True), DDPStrategy, dict(compile=True)),
         ("ddp", {}, DDPStrategy, {}),

@@ -90,9 +90,10 @@ def test_recomputation_that_keeps_products(workers2: WorkerGroup, strategy: dict
     assert check_strategy(recomputes, workers=workers2, only=["gradients", "accumulation", "resume_itself"]).passed
 
 
-def test_ddp_that_finds_what_is_unused(workers2: WorkerGroup) -> None:
-    report = check_strategy(dict(type="DDPStrategy", find_unused_parameters=True), workers=workers2, only=["unused"])
-    assert [result.status for result in report.results] == ["passed"]
+@pytest.mark.parametrize("option, status", [("find_unused_parameters", "passed"), ("static_graph", "refused")])
+def test_ddp_with_what_is_unused(workers2: WorkerGroup, option: str, status: str) -> None:
+    report = check_strategy({"type": "DDPStrategy", option: True}, workers=workers2, only=["unused"])
+    assert [result.status for result in report.results] == [status]
 
 
 @pytest.mark.full

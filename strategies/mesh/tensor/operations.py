@@ -26,6 +26,7 @@ from ....core.model.logits import LOOKS, Logits
 from ....core.torch_compat.dtensor_private import (
     DRAWING_ATTENTION,
     ITEM,
+    differentiates_twice,
     dtensor_handlers,
     relax_views,
     replicate_without_rule,
@@ -220,6 +221,12 @@ class DTensorFunctions(TorchFunctionMode):
         if Logits in types and function not in LOOKS:  # they are computed in this call
             with self:
                 return Logits.__torch_function__(function, types, args, kwargs)
+        is_twice = function in (Tensor.backward, torch.autograd.grad) and kwargs.get("create_graph")
+        if is_twice and not differentiates_twice():
+            raise StrategyError(
+                f"model: asks for gradients of gradients (create_graph=True), which torch {torch.__version__} computes wrongly "
+                "for tensors of which processes have shards; take torch 2.15, or leave out strategy.tp"
+            )
         if function is Tensor.backward:
             return backward_within(self, *args, **kwargs)
         if function is functional.embedding and _writes_to_table(*args, **kwargs):
