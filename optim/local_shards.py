@@ -69,7 +69,7 @@ class LocalShards:
 
     def _there(self, whole: Sequence[Sequence[Tensor]], state: dict[Tensor, dict[str, Any]]) -> list[Any]:
         """The objects that the step depends on."""
-        return [*chain.from_iterable(whole), *local_tensors(self._sharded), *_contents(state)]
+        return [*chain.from_iterable(whole), *local_tensors(self._sharded), *_values(state)]
 
     def _follow(self, whole: Sequence[Sequence[Tensor]], state: dict[Tensor, dict[str, Any]]) -> None:
         """Give the step what the groups and the state have."""
@@ -115,10 +115,6 @@ class LocalShards:
             self._inner.pop(self._known[parameter].local, None)
         self._known[parameter] = shard = _Shard(parameter, local_tensor(parameter))
         return shard
-
-
-def _contents(state: Mapping[Tensor, dict[str, Any]]) -> list[Any]:
-    return [*state, *state.values(), *_values(state)]
 
 
 def _values(state: Mapping[Tensor, dict[str, Any]]) -> list[Any]:
