@@ -185,6 +185,7 @@ _PUBLIC = {
     "HistoryBuffer": 'loss = runner.message_hub.get_scalar("train/loss")\nloss.mean(10)',
     "Hook": "class Shout(Hook):\n    def after_train_epoch(self, runner):\n"
     '        runner.logger.info("Epoch %d is done", runner.epoch + 1)',
+    "ResumeFrom": 'raise ResumeFrom(Path("work_dirs/other/epoch_3"), "another run is ahead")',
     "LiveWeights": "class Norms:\n    def publish(self, weights):\n        return {name: tensor.norm().item() for name, tensor in weights}\n\n\n"
     "norms = runner.publish(Norms())",
     "MessageHub": 'runner.message_hub.update_scalar("train/temperature", 0.5)',

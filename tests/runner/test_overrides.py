@@ -520,6 +520,9 @@ def test_nobody_asks_whether_a_part_is_true(tmp_path: Path) -> None:
 NO_BASES = {
     flextrain.ImgDataPreprocessor: "BaseDataPreprocessor, whose methods are called, is its base",
     flextrain.FlexibleRunner: "a script makes one, parts are given to it",
+    flextrain.Engine: "a program makes one",
+    flextrain.LiveWeights: "a runner gives it to a target",
+    flextrain.ResumeFrom: "a hook raises it",
     flextrain.Registry: "a table of names",
     flextrain.DeviceSpec: "a record",
     flextrain.Config: "it is read from a file",

@@ -289,7 +289,6 @@ class _InGroups(Strategy):
             self.groups.commit()
 
 
-@STRATEGIES.register_module()
 class TorchFTStrategy(Strategy):
     """Groups of processes that train one model together, each by an ``inner`` strategy, and leave and join at any time.
 
