@@ -38,6 +38,8 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "mpt": ("Mpt", dict(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=LENGTH)),
     "falcon": ("Falcon", dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True, new_decoder_architecture=True, num_kv_heads=2)),
     "llama4": ("Llama4Text", dict(SIZES, head_dim=8, attention_chunk_size=5, num_local_experts=2, intermediate_size_mlp=32)),
+    "doge": ("Doge", dict(SIZES, num_experts=4, num_experts_per_tok=2)),
+    "hy_v4": ("HYV4", dict(MLA, index_topk=4, index_head_dim=8, index_n_heads=2)),
     "t5": ("T5", T5),
     "umt5": ("UMT5", T5),
     "bart": ("Bart", BART),

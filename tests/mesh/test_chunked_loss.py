@@ -92,6 +92,7 @@ def refusals(spec: Mapping[str, Any], family: str, options: Mapping[str, Any]) -
 
 
 NONE = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+BIOGPT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -156,6 +157,21 @@ def test_local_tensors_of_a_plan_are_refused(workers2: WorkerGroup) -> None:
     says = 'strategy.tp_kind: "local" is not possible, choose "dtensor": ChunkedLoss computes lm_head after its forward'
     found = workers2.run(refusals, dict(MESH, tp=2, tp_kind="local"), "gpt2", FAMILIES["gpt2"])
     assert [each[-1] for each in found] == [says, says]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "kind, family",
+    [
+        ("local", "biogpt"),
+        ("auto", "gpt2"),  # which only DTensors can train
+        *(pytest.param(*each, marks=pytest.mark.full) for each in (("auto", "biogpt"), ("dtensor", "biogpt"))),
+    ],
+)
+def test_a_head_that_tp_does_not_divide(workers2: WorkerGroup, kind: str, family: str) -> None:
+    """Beside a plan that is found; layers that give each other ordinary tensors are compared with DTensors at first."""
+    options = {**{"gpt2": FAMILIES["gpt2"], "biogpt": BIOGPT}[family], "vocab_size": 65}
+    workers2.run(compare, dict(MESH, tp=2, tp_kind=kind), family, options)
 
 
 def compare_z_loss(spec: Mapping[str, Any], family: str) -> None:

@@ -146,6 +146,8 @@ REFUSED: dict[str, str] = {
     "mpt": "strategy.cp: 2 is not possible for MptForCausalLM, whose forward has no position_ids and counts positions from 0; use",
     "falcon": "model: FalconForCausalLM does not use transformers' attention interface, which cp needs; use dp_shard or tp",
     "llama4": "model: has a mask of its own, cp has causal and full attention, with sliding windows, padding and documents; use",
+    "doge": "model: asks for dtype of the mask of its attention, which cp has as a rule and not as a tensor; use dp_shard or tp",
+    "hy_v4": "model: takes a part of the mask of its attention, which cp has as a rule and not as a tensor; use dp_shard or tp",
     "gpt_oss, packed": "with strategy.cp documents whose positions begin again are kept apart, which the model has to do on one",
     "gemma2, heads": 'strategy.cp_kind: "ulysses" needs a number of heads that cp * tp = 2 divides, Gemma2ForCausalLM has 3; choose',
     "gemma2, dropout": 'model.config.attention_dropout: 0.1 is not possible with strategy.cp_kind="ring"; set it to 0, or let cp *',

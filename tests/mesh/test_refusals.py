@@ -130,6 +130,14 @@ CONTEXT: list[Row] = [
         lambda: rule_of(every_second, None),
         "model: has a mask of its own, cp has causal and full attention, with sliding",
     ),
+    (
+        lambda: ids(2, 1, 8, 8) + cast(Any, BatchMasks().of(CAUSAL)),
+        "model: calls add with the mask of its attention, which cp has as a rule and not as a tensor; use dp_shard or tp",
+    ),
+    (
+        lambda: ids(2, 1, 8, 8).masked_fill(cast(Any, BatchMasks().of(CAUSAL)), 0),
+        "model: calls masked_fill with the mask of its attention, which cp has as a rule and not as a tensor; use",
+    ),
     (cut((ids(2, 8),)), "batch: is tuple, cp=2 needs a dict, whose keys say what is a sequence"),
     (
         cut({"tokens": ids(2, 8), "mask": ids(2, 8)}),

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from ....core.base.errors import StrategyError
 from ....core.torch_compat.torch_private import has_values
 from .batches import Span
 
@@ -121,6 +123,19 @@ class Mask:
     averages: bool = False
     length: int | None = None
     queries: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(Tensor, name):
+            _refuse(f"asks for {name} of")
+        return self.__getattribute__(name)  # raises what it has raised
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        _refuse("takes a part of")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Raise StrategyError: a function of torch was given a mask."""
+        _refuse(f"calls {getattr(function, '__name__', function)} with")
 
     @property
     def by_rule(self) -> bool:
@@ -238,6 +253,12 @@ class Mask:
             self._dense[key] = self.tile((0, length if self.queries is None else self.queries), (0, length), device)
         found = self._dense[key]
         return found if isinstance(found, Tensor) else None
+
+
+def _refuse(what: str) -> NoReturn:
+    raise StrategyError(
+        f"model: {what} the mask of its attention, which cp has as a rule and not as a tensor; use dp_shard or tp instead"
+    )
 
 
 class BatchMasks:

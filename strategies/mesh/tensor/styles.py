@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ....core.base.errors import ConfigError, StrategyError
 from ....core.base.registry import Registry
 from ....core.base.trees import map_tensors, tree_map_only
+from ....core.model.logits import Logits
 from ....core.model.weight_layout import inputs_come_first
 from ....core.torch_compat.dtensor_private import (
     computes_strided_shards,
@@ -427,7 +428,8 @@ class LogitsFunctions(DTensorFunctions):
         given = [*args, *(kwargs or {}).values()]
         found = [one for each in given for one in (each if isinstance(each, (list, tuple)) else (each,))]
         spread = next((one for one in found if isinstance(one, DTensor)), None)
-        if spread is not None and function not in _LOOKS:
+        # What is done with logits by rows is called in here again, on the tensors of some rows.
+        if spread is not None and function not in _LOOKS and Logits not in types:
             args, kwargs = tree_map_only(DTensor, _whole_if_left, (args, kwargs or {}))
             if any(isinstance(one, DTensor) and not hasattr(one, _LEFT) for one in found):
                 # Torch itself would give an ordinary tensor the gradient of a DTensor.
