@@ -243,3 +243,10 @@ def test_a_wrong_name_is_one_line(tmp_path: Path, given: str, said: str) -> None
 def test_without_the_option_nothing_is_imported(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("import sys\n\n\ndef test_it():\n    assert 'torch' not in sys.modules\n")
     assert "1 passed" in run_pytest(tmp_path, path=[])
+
+
+def test_modules_of_plugins_tests_do_not_hide_others() -> None:
+    """pytest imports all of them as ``tests.NAME``, and workers look for functions there."""
+    root = Path(__file__).parents[1]
+    names = [path.stem for path in (*root.glob("tests/*.py"), *root.glob("plugins/*/tests/*.py"))]
+    assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
