@@ -68,9 +68,8 @@ def go_back(run: Run, back: GoBack, resume: Callable[[], None]) -> None:
     end = epoch, data.lasting_position(epoch, inner)
     begin, reached = told_by_rank_0(lambda: _begin(back.path))
     spans = data.spans(begin, end)
-    if (
-        run.rank == 0
-    ):  # before anything changes: the checkpoint says nothing of it to a run that is restarted from now on
+    # Before anything changes: the checkpoint says nothing of it to a run that is restarted from now on.
+    if run.rank == 0:
         left_out = [span.model_dump() for span in spans]
         facts = dict(iter=done, back_to=reached, path=str(back.path), left_out=left_out, reason=back.why)
         append_event(run.work_dir, _EVENT, **facts, **back.facts)
