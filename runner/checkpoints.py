@@ -92,7 +92,7 @@ class Checkpoints:
                 from .resume.going_back import go_on  # few runs do
 
                 self._run.call_hook("on_exception", exception=left)
-                go_on(self._run, left, partial(self.resume, left.path, Resume()))
+                go_on(self._run, loop, left, partial(self.resume, left.path, Resume()))
 
     def start_evaluation(self) -> None:
         """Load the weights to begin with for a call besides train(), if they were not; train() may still resume."""

@@ -27,8 +27,6 @@ class TrainingProgress(Protocol):
     by_epoch: bool
     stop_training: bool
     """A hook sets it to True to end training after the current epoch or iteration."""
-    is_torn: bool
-    """An exception has left an update unfinished."""
     data: TrainData
     start_iter: int
     """Updates that were completed when this process started."""

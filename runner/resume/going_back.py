@@ -15,6 +15,7 @@ from ..data.dataloaders import LeftOut
 from .choose_checkpoint import RESUMED, GoBack, ResumeFrom
 
 if TYPE_CHECKING:
+    from ..loops.train import TrainLoop
     from ..run import Run
 
 _EVENT = "went_back"
@@ -36,14 +37,13 @@ def newest_until(run: Run, iteration: int, others: Collection[Path] = ()) -> Pat
     return None
 
 
-def go_on(run: Run, left: GoBack | ResumeFrom, resume: Callable[[], None]) -> None:
+def go_on(run: Run, loop: TrainLoop, left: GoBack | ResumeFrom, resume: Callable[[], None]) -> None:
     """Resume from the checkpoint for whose sake the loop has been left; a collective. ``resume`` restores the run from ``left.path``."""
     if isinstance(left, GoBack):
         go_back(run, left, resume)
         return
     meet(run.strategy, "resuming from another checkpoint")
     run.finish_saving()
-    loop = run.train_loop
     if loop.is_torn and run.optim_wrapper is not None:  # asked for by the strategy, with whole gradients at most
         run.optim_wrapper.zero_grad()
     loop.is_torn = loop.stop_training = False
