@@ -254,8 +254,8 @@ def _latest_or_newest(run: Run) -> Path | None:
 class ResumeFrom(BaseException):
     """Leaves a training that goes on from another checkpoint, earlier or later, as a resumed run does.
 
-    A hook raises it, or a strategy's ``run_window`` before its first micro-batch or after its last one, on every process. Hooks get it in ``on_exception``, and then ``before_train``
-    again. Unlike a run that goes back, this one leaves nothing out.
+    A hook raises it, or a strategy's ``run_window`` before its first micro-batch or after its last one, on every process. Hooks
+    get it in ``on_exception``, and then ``before_train`` again. Unlike a run that goes back, this one leaves nothing out.
 
     Args:
         path: the checkpoint, with all that resuming needs; it may be of another run of the same configuration.

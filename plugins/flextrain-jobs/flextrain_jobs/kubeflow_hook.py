@@ -150,11 +150,8 @@ class StatusServer:
                 return ""
         except urllib.error.HTTPError as error:
             return f"{self._url} answers {error.code}: {_message(error)}"
-        except (
-            OSError,
-            ValueError,
-            http.client.HTTPException,
-        ) as error:  # also of ssl and of a name without an address
+        # OSError: also of ssl and of a name without an address.
+        except (OSError, ValueError, http.client.HTTPException) as error:
             return f"{self._url}: {getattr(error, 'reason', None) or error}"
 
 
