@@ -5,6 +5,7 @@ Each entry says what it does, and with which versions of torch it was checked. A
 
 from __future__ import annotations
 
+import datetime
 import functools
 import gc
 import importlib
@@ -406,6 +407,17 @@ def awaited_worker(iterator: Any) -> tuple[int, int] | None:
 def default_store() -> Any:
     """The store of the default process group. 2.6, 2.15."""
     return dist.distributed_c10d._get_default_store()
+
+
+def nccl_options(most_blocks: int, timeout: datetime.timedelta) -> Any:
+    """Options of a group whose messages take at most so many thread blocks by NCCL. 2.6, 2.15.
+
+    The time limit is that of ``new_group``; torch warns if the options have another.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = most_blocks
+    options._timeout = timeout
+    return options
 
 
 def last_collective() -> str:

@@ -91,6 +91,26 @@ def test_small_messages_reach_every_process_by_doubling(workers: WorkerFactory) 
             assert found == [everyone[1:] if rank else everyone[:1], everyone]
 
 
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="this torch has no NCCL")
+@pytest.mark.parametrize(
+    "of_all, own, blocks", [("cpu:gloo,cuda:nccl", None, 4), ("gloo", "nccl", 4), ("gloo", None, None)]
+)
+def test_thread_blocks_are_asked_of_nccl(
+    monkeypatch: pytest.MonkeyPatch, of_all: str, own: str | None, blocks: int | None
+) -> None:
+    """Without a GPU there is no group of NCCL: what torch is asked for is seen, not what NCCL does with it."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: of_all)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda ranks, **options: asked.append(options))
+    dist.group_with_this_process([[0]], own, timeout_s=60, most_blocks=4)
+    (options,) = asked
+    assert options["timeout"].total_seconds() == 60
+    if blocks is None:
+        assert options["pg_options"] is None
+    else:
+        assert (options["pg_options"].config.max_ctas, options["pg_options"]._timeout) == (blocks, options["timeout"])
+
+
 def mixed(rank: int) -> list[torch.Tensor]:
     """Tensors of several shapes, dtypes and layouts, which differ by process."""
     counts = torch.arange(24.0).view(2, 3, 4) + 100 * rank

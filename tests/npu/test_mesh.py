@@ -39,6 +39,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "tp on local tensors": (dict(tp=2, plan=MATRICES, tp_kind="local"), "plain"),
     "tp of transformers' plan": (dict(tp=2), "llama"),
     "pp": (dict(pp=2), "plain"),
+    "pp that receives a gradient ahead": (dict(pp=2, pp_schedule="gpipe"), "plain"),
     "cp": (dict(cp=2), "llama"),
     "cp in a ring": (dict(cp=2, cp_kind="ring"), "plain"),
     "ep": (dict(ep=2, plan={"layers.*.experts": "experts"}), "mixture"),

@@ -85,6 +85,12 @@ def by_another_thread(rank: int) -> None:
     raise errors[0]
 
 
+def first_messages_in_a_circle(rank: int) -> None:
+    groups = [dist.new_group(timeout=timedelta(seconds=2)) for _ in range(2)]
+    for group in groups if rank == 0 else groups[::-1]:
+        dist.irecv(numbers(0), 1 - rank, group=group)
+
+
 def error_of(function: Callable[[int], None]) -> str:
     """In a worker: the first line of the error."""
     dist.init_process_group("cpu:gloo,npu:hccl", timeout=timedelta(seconds=30))
@@ -124,6 +130,11 @@ WRONG: list[tuple[Callable[[int], None], str, str]] = [
             "npu: aten::add on the default stream touches memory that all_reduce sum on stream * writes, and does not wait for it"
         ]
         * 2,
+    ),
+    (
+        first_messages_in_a_circle,
+        "hccl: rank 0 waits for the first call on a communicator of others: rank 1",
+        "hccl: rank 1 waits for the first call on a communicator of others: rank 0",
     ),
     (by_another_thread, *["hccl: thread saver calls all_reduce sum Float[1] on a communicator of thread MainThread"] * 2),
 ]  # fmt: skip

@@ -222,11 +222,13 @@ class Route:
         process_of: the process of every stage.
         expected: by kind and source, what the process gets, in the order in which it is sent.
         arrived: for some of these messages, those of the process itself that its source had received before it sent it.
+        lines: kind, source and target of the messages of all processes; each once, on all processes in the same order.
     """
 
     process_of: Sequence[int]
     expected: Mapping[tuple[str, int], Sequence[Message]]
     arrived: Mapping[Message, Sequence[Message]]
+    lines: Sequence[tuple[str, int, int]]
 
 
 def route_of(orders: Sequence[Sequence[Action]], process_of: Sequence[int], own: int) -> Route:
@@ -234,6 +236,12 @@ def route_of(orders: Sequence[Sequence[Action]], process_of: Sequence[int], own:
     expected: dict[tuple[str, int], list[Message]] = {}
     arrived: dict[Message, list[Message]] = {}
     count = len(process_of)
+    lines = {
+        (message[0], source, process_of[message[1]])
+        for source, order in enumerate(orders)
+        for action in order
+        if (message := sent(action, count)) is not None and process_of[message[1]] != source
+    }
     for source, order in enumerate(orders):
         if source == own:
             continue
@@ -247,4 +255,4 @@ def route_of(orders: Sequence[Sequence[Action]], process_of: Sequence[int], own:
                 expected.setdefault((message[0], source), []).append(message)
                 if received:
                     arrived[message], received = received, []
-    return Route(process_of, expected, arrived)
+    return Route(process_of, expected, arrived, sorted(lines))

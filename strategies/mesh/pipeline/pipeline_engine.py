@@ -132,6 +132,10 @@ class Form:
         return cls(tuple(shape[:dimensions]), _DTYPES[dtype], bool(spread))
 
 
+_BLOCKS = 4
+"""Thread blocks of a message between stages; NCCL's own choice may be 32, of a GPU's hundred."""
+
+
 def _on_wire(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor as every back end sends it from one process to another."""
     return as_sent(tensor.view(-1))
@@ -156,14 +160,15 @@ class Transfers:
         self._all = mesh.get_group()
         self.index, self.size = layout.index[axis], layout.sizes[axis]
         self._groups = {
-            (kind, down): group_with_this_process(layout.lines(axis))
+            (kind, down): group_with_this_process(layout.lines(axis), most_blocks=_BLOCKS)
             for kind in ("act", "grad")
             for down in (False, True)
         }
         self._forms: dict[tuple[int, Hashable], Form] = {}  # by boundary (its later stage) and kind of batch
         self._local: dict[Message, Tensor] = {}
         self._sending: dict[Message, list[tuple[Any, Tensor]]] = {}
-        self._route = Route((), {}, {})
+        self._route = Route((), {}, {}, ())
+        self._connected: set[tuple[str, int, int]] = set()
         self._expected: dict[tuple[str, int], deque[Message]] = {}
         self._arriving: dict[Message, tuple[Any, Tensor]] = {}
         self._keys: Sequence[Hashable] = ()
@@ -177,8 +182,26 @@ class Transfers:
             keys: for every micro-batch, what the shapes at the boundaries depend on.
         """
         self.finish()
+        self._connect(route.lines)
         self._route, self._keys = route, keys
         self._expected = {line: deque(messages) for line, messages in route.expected.items()}
+
+    def _connect(self, lines: Sequence[tuple[str, int, int]]) -> None:
+        """Send a first message over each line, in the same order on all processes.
+
+        NCCL makes the communicator of two processes at their first message, and both wait for each other on the host. A process
+        that posts a receive ahead of time would wait there for one that needs what it has yet to compute.
+        """
+        for line in lines:
+            if line in self._connected:
+                continue
+            self._connected.add(line)
+            kind, source, target = line
+            word, group = torch.zeros(1, device=self.device), self._group(kind, source, target)
+            if self.index == source:
+                dist.send(word, self._ranks[target], group=group)
+            elif self.index == target:
+                dist.recv(word, self._ranks[source], group=group)
 
     def send(self, message: Message, tensor: Tensor, spread: bool = False) -> None:
         """Send a tensor to the process of a stage; the memory must not change until it has arrived, or ``finish``.

@@ -4,14 +4,15 @@
 namespace {
 // ---- 'hccl': another backend (gloo) on the memory of the NPU tensors, as strict as torch's ProcessGroupNCCL -------------
 //
-// A call returns at once. What it receives is in memory when somebody has waited, not before, and what it sends must not change
-// until then. Calls on a communicator (a group; a pair of a group, for messages outside of a batch) are made one after the other;
-// before each of them the processes compare their calls.
+// A call returns at once, but the first on a communicator (a group; a pair of a group, for messages outside of a batch) waits for
+// the other processes, as NCCL's communicators are made. What a call receives is in memory when somebody has waited, not before,
+// and what it sends must not change until then. Calls on a communicator are made one after the other; before each of them the
+// processes compare their calls.
 using Tensors = std::vector<Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 using Gloo = c10::intrusive_ptr<c10d::Backend>;
-constexpr int kTextSize = 1024, kCalls = 1 << 20, kBatches = 1 << 21;  // bytes of a call's text; tags of gloo's messages
+constexpr int kTextSize = 1024, kCalls = 1 << 20, kBatches = 1 << 21, kOpens = 1 << 22;  // bytes of a call's text; gloo's tags
 
 bool has_dtype(ScalarType type) {  // of ncclDataType in ProcessGroupNCCL
   static const std::set<ScalarType> types = {at::kChar, at::kByte, at::kFloat, at::kDouble, at::kInt, at::kLong, at::kHalf,
@@ -266,7 +267,8 @@ struct Hccl final : c10d::Backend {
   }
   ~Hccl() override {
     if (all) all->close();
-    for (auto& [peer, line] : pairs) line->close();
+    for (auto& [peer, line] : pairs)
+      if (line) line->close();
   }
   void check_thread(const std::string& what) {  // not those of autograd, which run while another one waits
     py::gil_scoped_acquire gil;
@@ -279,8 +281,29 @@ struct Hccl final : c10d::Backend {
   }
   std::shared_ptr<Line>& line(std::optional<int> peer = std::nullopt) {
     auto& found = peer ? pairs[*peer] : all;
-    if (!found) found = Line::open(gloo, ranks);
+    if (!found) {
+      meet(peer);
+      found = Line::open(gloo, ranks);
+    }
     return found;
+  }
+  void meet(std::optional<int> peer) {  // as ncclCommInitRank does
+    std::vector<WorkPtr> works;
+    std::deque<Tensors> keep;
+    for (int other = 0; other < getSize(); ++other) {
+      if (other == getRank() || (peer && other != *peer)) continue;
+      for (bool is_sent : {true, false}) {
+        keep.push_back({at::zeros({1})});
+        const int tag = kOpens + (peer ? 1 : 0);
+        works.push_back(is_sent ? gloo->send(keep.back(), other, tag) : gloo->recv(keep.back(), other, tag));
+      }
+    }
+    try {
+      for (auto& work : works) work->wait();
+    } catch (const std::exception&) {
+      TORCH_CHECK(false, "hccl: rank ", ranks[getRank()], " waits for the first call on a communicator of others",
+                  peer ? ": rank " + std::to_string(ranks[*peer]) : "");
+    }
   }
   // The communicator's stream waits for the caller's. It keeps the memory, as torch's does.
   static void begin(Call& call, const Line& line, const std::string& what, const Tensors& in, const Tensors& out) {
