@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional
 
 from flextrain.core.base.errors import StrategyError
 from flextrain.core.torch_compat.dtensor_private import computes_strided_shards, strided_shard
+from flextrain.runner.loops.step import Stepper
 from flextrain.strategies.mesh.tensor import operations
 from flextrain.strategies.mesh.tensor.operations import (
     DTensorFunctions,
@@ -26,7 +27,8 @@ from flextrain.strategies.mesh.tensor.operations import (
 from flextrain.testing import WorkerGroup
 
 from ..device import DEVICE
-from .parity import NEEDS_LAYOUTS, dtype_of
+from .models import VOCABULARY, sample
+from .parity import NEEDS_LAYOUTS, RECIPES, dtype_of, started
 
 pytestmark = [pytest.mark.distributed, NEEDS_LAYOUTS]
 
@@ -156,6 +158,47 @@ def test_a_table_that_forward_writes_to_is_refused(workers2: WorkerGroup) -> Non
         assert message.startswith(
             "model: Embedding(max_norm=...) writes to its table in forward, which tensor parallelism"
         )
+
+
+TABLES = {
+    "own plan": (dict(), "llama"),
+    "dtensor": (dict(plan={"embed": "embedding_rowwise"}, tp_kind="dtensor"), "plain"),
+    "local": (dict(plan={"embed": "embedding_rowwise"}, tp_kind="local"), "plain"),
+    "sequence": (dict(plan={"embed": "embedding_rowwise"}, sequence_parallel=True), "plain"),
+}
+
+
+def errors_of_lookups(options: dict[str, Any], name: str) -> list[str]:
+    """In a worker: what is raised for indices that are not in a table, of one sample, in training and in evaluation."""
+    found = []
+    with started({"type": "MeshStrategy", "tp": 2, **options}, name, RECIPES["adamw"]) as session:
+        model = session.model
+        table = next(
+            part for part in model.modules() if isinstance(part, nn.Embedding) and part.num_embeddings == VOCABULARY
+        )
+        assert cast(DTensor, table.weight).placements[-1].is_shard(0)
+        for index in (VOCABULARY, -1, VOCABULARY - 1):
+            batch: Any = sample(name, 4, 0)
+            batch["input_ids"][2, 3] = index
+            for is_training in (True, False):
+                try:
+                    if is_training:
+                        Stepper(session.strategy, model, session.optim).train([batch])
+                    else:
+                        with torch.no_grad():
+                            model.eval()(**batch)
+                            model.train()
+                    found.append("nothing")
+                except IndexError as error:
+                    found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_an_index_that_no_process_has_in_its_part_of_a_table(workers2: WorkerGroup, case: str) -> None:
+    """Torch looks up zeros for what is not in a process's part, and so for what is in no part."""
+    for found in workers2.run(errors_of_lookups, *TABLES[case]):
+        assert found == ["index out of range in self"] * 4 + ["nothing"] * 2
 
 
 def dtype_under_autocast() -> torch.dtype:

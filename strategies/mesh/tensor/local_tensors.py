@@ -36,7 +36,7 @@ from ....core.torch_compat.torch_private import (
 )
 from ..axis import own_random_numbers, replace_forward
 from ..first_batch import differentiated, differing, trying
-from .operations import backward_within
+from .operations import backward_within, check_lookup
 from .styles import Style, divided_inputs, makes_shards, of_some_dtensors
 
 _RANDOM = {
@@ -405,7 +405,10 @@ class OwnPlanShards:
 
 
 class _RandomApart(TorchFunctionMode):
-    """Context in which random functions draw differently on every process while it has shards of activations."""
+    """Context in which random functions draw differently on every process while it has shards of activations.
+
+    Lookups in divided tables are checked: the model computes on ordinary tensors, but not there.
+    """
 
     def __init__(self, mesh: DeviceMesh, has_shards: Callable[[], bool]) -> None:
         super().__init__()
@@ -414,6 +417,8 @@ class _RandomApart(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is Tensor.backward:
             return backward_within(self, *args, **(kwargs or {}))
+        if function is functional.embedding:
+            check_lookup(*args, **(kwargs or {}))
         if function in _RANDOM and self._has_shards() and _draws(function, args, kwargs or {}):
             with own_random_numbers(self._device_type, self._index):
                 return function(*args, **(kwargs or {}))

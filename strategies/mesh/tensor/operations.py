@@ -229,10 +229,8 @@ class DTensorFunctions(TorchFunctionMode):
             )
         if function is Tensor.backward:
             return backward_within(self, *args, **kwargs)
-        if function is functional.embedding and _writes_to_table(*args, **kwargs):
-            raise StrategyError(
-                "model: Embedding(max_norm=...) writes to its table in forward, which tensor parallelism would lose; leave it out"
-            )
+        if function is functional.embedding:
+            check_lookup(*args, **kwargs)
         own = _FUNCTIONS.get(function)
         if own is not None and (result := own(*args, **kwargs)) is not NotImplemented:
             return result
@@ -277,15 +275,32 @@ def computes_on_dtensors() -> bool:
 _entered: list[bool] = []
 
 
-def _writes_to_table(
-    input: Any,
-    weight: Any,
+def check_lookup(
+    input: Tensor,
+    weight: Tensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,
     *_: Any,
     **options: Any,
-) -> bool:
-    return max_norm is not None and isinstance(weight, DTensor)
+) -> None:
+    """Raise what a lookup in a table of which processes have parts would leave out.
+
+    An index beyond the table is on no process, and torch gives zeros for what other processes have. A table without memory is
+    looked up in instead, whose error is that of one device, and which nobody waits for where the device makes it.
+
+    Raises:
+        StrategyError: the lookup changes the table.
+        IndexError: an index is not in the table.
+    """
+    if not isinstance(weight, DTensor):
+        return
+    if max_norm is not None:
+        raise StrategyError(
+            "model: Embedding(max_norm=...) writes to its table in forward, which tensor parallelism would lose; leave it out"
+        )
+    if any(placement.is_shard(0) for placement in weight.placements):
+        indices = input.to_local() if isinstance(input, DTensor) else input
+        functional.embedding(indices.flatten(), torch.zeros(1, 1, device=indices.device).expand(len(weight), 1))
 
 
 def reduced_embedding(found: Any, *, sequence: bool) -> Any:
