@@ -149,8 +149,8 @@ class Strategy:
     """Short names for ``strategy=`` and commands, each with its options; not inherited."""
     not_promised: ClassVar[Mapping[str, str]] = {}
     """Checks of ``check_strategy`` in which it may differ from one device, each with the reason."""
-    tolerance: ClassVar[float | None] = None
-    """Relative difference from one device that ``check_strategy`` counts as rounding; None: the kit's own."""
+    tolerance: ClassVar[float | Mapping[str, float] | None] = None
+    """Relative difference from one device that ``check_strategy`` counts as rounding, of all checks or by name; None: the kit's own."""
     _given_as: Mapping[str, str] = MappingProxyType({})  # where options that are not under ``strategy`` were given
     interface_version: ClassVar[int | range] = INTERFACE_VERSION
     """The version of this interface that a class is written for; a package states it, and another one is refused."""

@@ -17,7 +17,7 @@ from ..core.base.errors import ConfigError, FlexTrainError, suggest
 from ..strategies.base import Strategy
 from ..tables import FittedTable, add_row, as_text
 from .conformance_checks import CHECKS, RefusedError, StrategyUnderTest
-from .differences import FLOAT32_TOLERANCE, CheckFailedError
+from .differences import FLOAT32_TOLERANCE, CheckFailedError, compared
 from .sessions import StrategyLike, make_strategy, strategy_name, with_class
 from .workers import WorkerError, WorkerGroup
 
@@ -38,7 +38,7 @@ class CheckResult:
         status: "refused" means that the strategy refused the request in ``setup``, which this check allows; "not promised"
             that it differs where its class says that it may.
         message: the difference that was found; one line, then details. Of a check that passes in spite of ``not_promised``: that
-            this was not needed.
+            this was not needed; of one that passes with another tolerance than the kit's: the largest difference.
         seconds: how long the check took.
     """
 
@@ -57,7 +57,7 @@ class ConformanceReport:
         strategy: name of the class.
         world_size: number of processes.
         results: one for each check.
-        tolerance: relative difference from a single device that counted as rounding.
+        tolerance: relative difference from a single device that counted as rounding, where a check has no other.
     """
 
     strategy: str
@@ -193,15 +193,15 @@ class Conformance:
             raise ConfigError(f"check_strategy.workers: has {workers.world_size} processes, world_size is {world_size}")
         made = make_strategy(strategy)  # the constructor may raise, and starts nothing
         self._reasons = _not_promised(made)
-        if tolerance is None:
-            tolerance = FLOAT32_TOLERANCE if made.tolerance is None else made.tolerance
-        self.report = ConformanceReport(strategy_name(strategy), world_size, tolerance)
+        of_all, self._tolerances = _tolerances(made) if tolerance is None else (tolerance, {})
+        self.report = ConformanceReport(strategy_name(strategy), world_size, of_all)
         self._strategy, self._is_own = with_class(strategy), workers is None
         self._workers = workers or WorkerGroup(world_size, timeout_s)
 
     def run(self, name: str) -> CheckResult:
         """Make one check."""
-        return _make(name, self._strategy, self._workers, self.report.tolerance, self._reasons.get(name))
+        tolerance = self._tolerances.get(name, self.report.tolerance)
+        return _make(name, self._strategy, self._workers, tolerance, self._reasons.get(name))
 
     def close(self) -> None:
         """End the processes that were not given."""
@@ -223,6 +223,21 @@ def _not_promised(strategy: Strategy) -> Mapping[str, str]:
     return declared
 
 
+def _tolerances(strategy: Strategy) -> tuple[float, Mapping[str, float]]:
+    """Return what a strategy says to count as rounding, in all checks, and in some."""
+    where = f"{type(strategy).__name__}.tolerance"
+    declared: Any = strategy.tolerance
+    by_name = declared if isinstance(declared, Mapping) else {}
+    of_all = FLOAT32_TOLERANCE if declared is None or isinstance(declared, Mapping) else declared
+    for name in by_name:
+        if name not in CHECKS:
+            raise ConfigError(f'{where}: "{name}" is no check{suggest(str(name), CHECKS)}')
+    for key, value in {where: of_all, **{f"{where}.{name}": value for name, value in by_name.items()}}.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+            raise ConfigError(f"{key}: {value!r} is not allowed, give a number from 0 up")
+    return of_all, by_name
+
+
 def _selected(only: Collection[str] | None, skip: Collection[str]) -> set[str]:
     for argument, names in (("only", only or ()), ("skip", skip)):
         for name in names:
@@ -236,7 +251,8 @@ def _make(name: str, strategy: StrategyLike, group: WorkerGroup, tolerance: floa
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="flextrain-") as folder:
         try:
-            group.run(_run_check, name, StrategyUnderTest(strategy, group.world_size, Path(folder), tolerance))
+            tested = StrategyUnderTest(strategy, group.world_size, Path(folder), tolerance)
+            largest = max(group.run(_run_check, name, tested))
         except WorkerError as error:
             seconds = time.perf_counter() - begin
             if isinstance(error.__cause__, RefusedError):
@@ -248,9 +264,16 @@ def _make(name: str, strategy: StrategyLike, group: WorkerGroup, tolerance: floa
             if reason is not None:
                 return CheckResult(name, title, "not promised", f"{reason}: {found}", seconds)
             return CheckResult(name, title, "failed", found, seconds)
-    needless = "" if reason is None else f"not_promised names it and is not needed ({reason})"
-    return CheckResult(name, title, "passed", needless, time.perf_counter() - begin)
+    told = ""
+    if reason is not None:
+        told = f"not_promised names it and is not needed ({reason})"
+    elif tolerance != FLOAT32_TOLERANCE and largest >= 0:
+        told = f"largest difference {largest:.1e}, allowed {tolerance:.0e}"
+    return CheckResult(name, title, "passed", told, time.perf_counter() - begin)
 
 
-def _run_check(name: str, tested: StrategyUnderTest) -> None:
+def _run_check(name: str, tested: StrategyUnderTest) -> float:
+    """In a worker: make a check; return the largest difference that it has seen, -1 if it has compared nothing."""
+    compared.clear()
     CHECKS[name][1](dataclasses.replace(tested, rank=int(os.environ["RANK"])))
+    return max(compared, default=-1.0)

@@ -411,7 +411,8 @@ def resume_itself(tested: StrategyUnderTest) -> None:
         load(session, path)
         # A sum over three processes depends on the order, which may change between the first calls of a back end.
         tolerance = 0.0 if tested.world_size <= 2 else tested.tolerance
-        same_numbers(_continue(session, windows), expected, "after resuming, the loss", tolerance)
+        found = _continue(session, windows)
+        same_numbers(found, expected, "after resuming, the loss", tolerance, "the training that was not interrupted")
         same_tensors(whole_state(session.strategy), state, "state at the end", tolerance)
 
 

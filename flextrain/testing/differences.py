@@ -16,6 +16,10 @@ from ..core.base.errors import FlexTrainError, listed
 FLOAT32_TOLERANCE = 1e-6
 
 
+compared: list[float] = []
+"""The relative differences of what this process has compared within rounding; who reads them empties it first."""
+
+
 class CheckFailedError(FlexTrainError, AssertionError):
     """A check found a difference from what it requires."""
 
@@ -63,19 +67,30 @@ def _exact(number: float) -> Tensor:
     return torch.tensor(number, dtype=torch.float64)
 
 
-def same_numbers(found: Iterable[float | None], expected: Iterable[float | None], what: str, tolerance: float) -> None:
-    """Raise CheckFailedError at the first update whose number differs by more than the relative ``tolerance``."""
+def same_numbers(
+    found: Iterable[float | None],
+    expected: Iterable[float | None],
+    what: str,
+    tolerance: float,
+    other: str = "single-device",
+) -> None:
+    """Raise CheckFailedError at the first update whose number differs by more than the relative ``tolerance``.
+
+    Args:
+        other: what has the expected numbers.
+    """
     found, expected = list(found), list(expected)
-    require(len(found) == len(expected), f"{len(found)} updates were made, single-device makes {len(expected)}")
+    require(len(found) == len(expected), f"{len(found)} updates were made, {other} makes {len(expected)}")
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         if ours is None or theirs is None:
-            require(ours is theirs, f"{what} of update {number} is {ours}, single-device has {theirs}")
+            require(ours is theirs, f"{what} of update {number} is {ours}, {other} has {theirs}")
             continue
         difference = relative_difference(_exact(ours), _exact(theirs))
+        compared.append(difference)
         hint = multiple(_exact(ours), _exact(theirs)) if difference > 0.01 else ""
         require(
             difference <= tolerance,
-            f"{what} of update {number} is {ours:.8g}, single-device has {theirs:.8g} "
+            f"{what} of update {number} is {ours:.8g}, {other} has {theirs:.8g} "
             f"(relative difference {difference:.1e}, allowed {tolerance:.0e}){hint}",
         )
 
@@ -104,6 +119,7 @@ def same_tensors(found: Mapping[str, Any], expected: Mapping[str, Any], what: st
                 worst, where = difference, key
         else:
             require(found[key] == value, f"{what}: {key} is {found[key]!r}, expected {value!r}")
+    compared.append(worst)
     allowed = f"allowed {tolerance:.0e}" if tolerance else "must be equal"
     require(worst <= tolerance, f"{what}: {where} differs by {worst:.1e} relative, {allowed}")
 

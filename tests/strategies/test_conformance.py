@@ -496,6 +496,55 @@ def test_what_a_strategy_does_not_promise(workers2: WorkerGroup) -> None:
         check_strategy(TrainsApart, workers=workers2, only=["clipping"])
 
 
+class Rounds(DDPStrategy):
+    """Lossy: an update is made of rounded gradients."""
+
+    tolerance: ClassVar[dict[str, float]] = {"gradients": 0.05}
+
+    def setup(self, model: nn.Module, optim: Any = None) -> Any:
+        model, optim = super().setup(model, optim)
+        optim.optimizer.register_step_pre_hook(lambda *_: self.round())
+        return model, optim
+
+    def round(self) -> None:
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                unit = parameter.grad.abs().max() / 127
+                parameter.grad.div_(unit).round_().mul_(unit)
+
+
+def test_a_tolerance_of_one_check_is_not_that_of_others(workers2: WorkerGroup) -> None:
+    report = check_strategy(Rounds, workers=workers2, only=["gradients", "facts"])
+    told = {result.name: result.message for result in report.results}
+    found = re.fullmatch(r"largest difference (\S+), allowed 5e-02", told["gradients"])
+    assert found is not None
+    assert 1e-4 < float(found[1]) < 0.05
+    assert told["facts"] == ""
+    with pytest.raises(ConformanceError, match="accumulation: .*allowed 1e-06"):
+        check_strategy(Rounds, workers=workers2, only=["accumulation"])
+    told = {
+        r.name: r.message for r in check_strategy(Rounds, workers=workers2, only=["gradients"], tolerance=0.04).results
+    }
+    assert told["gradients"].endswith("allowed 4e-02")
+
+
+@pytest.mark.parametrize(
+    "declared, message",
+    [
+        ({"gradient": 0.1}, 'Declares.tolerance: "gradient" is no check, did you mean "gradients"?'),
+        ({"gradients": "small"}, "Declares.tolerance.gradients: 'small' is not allowed, give a number from 0 up"),
+        (-1.0, "Declares.tolerance: -1.0 is not allowed, give a number from 0 up"),
+    ],
+)
+def test_tolerances_are_checked_before_any_process_starts(declared: Any, message: str) -> None:
+    class Declares(DDPStrategy):
+        tolerance = declared
+
+    with pytest.raises(ConfigError) as caught:
+        check_strategy(Declares, timeout_s=0)
+    assert message in str(caught.value)
+
+
 class PromisesEverything(AveragesAtStep):
     """An error where a difference is allowed is an error all the same."""
 
