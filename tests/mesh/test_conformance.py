@@ -29,6 +29,7 @@ ARITHMETIC = ("facts", "initial_weights", "gradients", "accumulation", "clipping
         pytest.param(4, dict(tp=2), None, id="dp2xtp2", marks=pytest.mark.full),
         pytest.param(4, dict(tp=4), None, id="tp4", marks=pytest.mark.full),
         pytest.param(4, dict(dp_replicate=2), None, id="hsdp", marks=pytest.mark.full),
+        pytest.param(2, dict(pp=2), None, id="pp2", marks=pytest.mark.full),
     ],
 )
 def test_conformance(
