@@ -5,6 +5,7 @@ Options, and models before they run, are in test_bad_input.py.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -137,6 +138,20 @@ CONTEXT: list[Row] = [
     (
         lambda: ids(2, 1, 8, 8).masked_fill(cast(Any, BatchMasks().of(CAUSAL)), 0),
         "model: calls masked_fill with the mask of its attention, which cp has as a rule and not as a tensor; use",
+    ),
+    *(
+        (
+            lambda compute=compute: compute(cast(Any, BatchMasks().of(CAUSAL))),
+            f"model: calls {name} with the mask of its attention, which cp has as a rule and not as a tensor; use dp_shard or tp",
+        )
+        for name, compute in {
+            "rsub": lambda mask: 1.0 - mask,
+            "invert": lambda mask: ~mask,
+            "eq": lambda mask: mask == 0,
+            "lt": lambda mask: mask < 0,
+            "bool": lambda mask: mask or None,
+            "setitem": lambda mask: operator.setitem(mask, 0, 1),
+        }.items()
     ),
     (cut((ids(2, 8),)), "batch: is tuple, cp=2 needs a dict, whose keys say what is a sequence"),
     (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -253,6 +253,23 @@ class Mask:
             self._dense[key] = self.tile((0, length if self.queries is None else self.queries), (0, length), device)
         found = self._dense[key]
         return found if isinstance(found, Tensor) else None
+
+
+_OPERATORS = (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "and", "rand", "or", "ror", "xor", "rxor", "invert", "neg",
+    "eq", "ne", "lt", "le", "gt", "ge", "bool", "len", "iter", "setitem",
+)  # fmt: skip
+
+
+def _refusing(operator: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any) -> NoReturn:
+        _refuse(f"calls {operator} with")
+
+    return refuse
+
+
+for _operator in _OPERATORS:  # a comparison would answer by itself, and others with an error of Python
+    setattr(Mask, f"__{_operator}__", _refusing(_operator))
 
 
 def _refuse(what: str) -> NoReturn:
