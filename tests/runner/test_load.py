@@ -220,7 +220,7 @@ def said_of_ties(folder: Path, weights: Path, saved: Path) -> None:
         runner.load_checkpoint(weights, strict=True)
     with make_runner(folder / "load", **sharded) as runner, log_lines() as lines:
         runner.load_checkpoint(weights)
-    assert lines == ([f"{weights}: {UNTIED.format(' everywhere')}"] if dist.is_main() else [])
+        assert lines == ([f"{weights}: {UNTIED.format(' everywhere')}"] if dist.is_main() else [])
     rest = make_runner(folder / "rest", resume=str(saved), **sharded)
     with rest, refuses(CheckpointError, UNTIED.format("")):
         rest.train()
