@@ -110,7 +110,9 @@ class Worker:
             logprobs = logits.log_softmax(-1).gather(-1, batch["target_tokens"][..., None]).squeeze(-1)
             inputs = {name: values.to(logprobs.dtype) for name, values in batch.items() if values.is_floating_point()}
             of_tokens = losses(loss_fn, logprobs, inputs, settings).where(batch["counts"], 0.0)
-            for row, *values in zip(batch["row"].tolist(), logprobs.detach().cpu(), of_tokens.detach().cpu(), strict=True):
+            for row, *values in zip(
+                batch["row"].tolist(), logprobs.detach().cpu(), of_tokens.detach().cpu(), strict=True
+            ):
                 if row >= 0:
                     found[row] = values[0][: len(rows[row]["tokens"])], float(values[1].sum())
             return of_tokens.sum() * (count * len(window))  # an engine takes the mean over processes and micro-batches
@@ -136,9 +138,15 @@ class Worker:
             name: torch.stack([nn.functional.pad(_tensor(row[name]), (0, width - len(row[name]))) for row in own])
             for name in own[0]
         }
-        counts = [[at < len(row["tokens"]) and number >= 0 for at in range(width)] for row, number in zip(own, numbers, strict=True)]
+        counts = [
+            [at < len(row["tokens"]) and number >= 0 for at in range(width)]
+            for row, number in zip(own, numbers, strict=True)
+        ]
         return {
-            "input_ids": made.pop("tokens"), **made, "counts": torch.tensor(counts), "row": torch.tensor([*numbers])
+            "input_ids": made.pop("tokens"),
+            **made,
+            "counts": torch.tensor(counts),
+            "row": torch.tensor([*numbers]),
         }
 
     def optim_step(self, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, clip: float) -> float:
@@ -162,7 +170,14 @@ class Worker:
         self.engine.load(path, optimizer=optimizer)
 
     def sample(
-        self, path: str | None, prompt: list[int], samples: int, length: int, temperature: float, seed: int, ends: list[int]
+        self,
+        path: str | None,
+        prompt: list[int],
+        samples: int,
+        length: int,
+        temperature: float,
+        seed: int,
+        ends: list[int],
     ) -> list[tuple[list[int], list[float]]]:
         """Tokens that the adapter of a checkpoint continues with, or the base (None), and their log-probabilities at temperature 1.
 
@@ -178,9 +193,13 @@ class Worker:
         found: list[tuple[list[int], list[float]]] = [([], []) for _ in range(samples)]
         is_open = [True] * samples
         while any(is_open) and texts.shape[1] < len(prompt) + length:
-            logits = self.engine.forward({"input_ids": texts}, lambda output, batch: output.logits[:, -1]).cpu().double()
+            logits = (
+                self.engine.forward({"input_ids": texts}, lambda output, batch: output.logits[:, -1]).cpu().double()
+            )
             uniform = torch.rand(logits.shape, generator=generator, dtype=torch.float64)
-            noise = -(-uniform.clamp_min(1e-300).log()).log()  # the largest of logits with it is a sample of their distribution
+            noise = -(
+                -uniform.clamp_min(1e-300).log()
+            ).log()  # the largest of logits with it is a sample of their distribution
             chosen = broadcast_object((logits / temperature + noise if temperature else logits).argmax(-1))
             logprobs = logits.log_softmax(-1).gather(-1, chosen[:, None]).squeeze(-1)
             for number in range(samples):
@@ -227,7 +246,9 @@ class Worker:
         except Exception as error:  # whoever has sent the command is told
             kind = "" if isinstance(error, CommandError) else f"{type(error).__name__}: "
             failure = kind + " ".join(str(error).split())
-            with contextlib.suppress(StrategyError):  # FSDP cannot drop what an error in the middle leaves, and later commands say so
+            with contextlib.suppress(
+                StrategyError
+            ):  # FSDP cannot drop what an error in the middle leaves, and later commands say so
                 self.engine.abort_update()
         failures = [each for each in all_gather_object(failure) if each is not None]
         if not failures and adapter is not None and after is not None:
@@ -256,7 +277,9 @@ def check(rows: list[Row], loss_fn: str, settings: Mapping[str, float], vocabula
         where = f"data[{number}]"
         check_tokens(row["tokens"], f"{where}.model_input", vocabulary, longest)
         if (given := sorted(row.keys() - {"tokens"})) != sorted(INPUTS[loss_fn]):
-            raise ValueError(f"{where}.loss_fn_inputs: has {', '.join(given) or 'nothing'}, {loss_fn} needs {', '.join(INPUTS[loss_fn])}")
+            raise ValueError(
+                f"{where}.loss_fn_inputs: has {', '.join(given) or 'nothing'}, {loss_fn} needs {', '.join(INPUTS[loss_fn])}"
+            )
         for name in given:
             values, at = row[name], f"{where}.loss_fn_inputs.{name}"
             if len(values) != len(row["tokens"]):

@@ -105,9 +105,7 @@ def as_samples(found: list[tuple[list[int], list[float]]], ends: list[int]) -> R
     return protobuf(message)
 
 
-def application(
-    worker: Worker, commands: queue.Queue[Command | None], base: str, work_dir: Path
-) -> FastAPI:
+def application(worker: Worker, commands: queue.Queue[Command | None], base: str, work_dir: Path) -> FastAPI:
     """The routes: they check a request, put a command into the queue and return its number; ``retrieve_future`` gives the result."""
     app = FastAPI()
     results: dict[str, tuple[Command, Callable[[Any], Response]]] = {}
@@ -135,7 +133,9 @@ def application(
             raise HTTPException(404, f"path: {path!r} is unknown, save_state and save_weights_for_sampler return paths")
         return found
 
-    def submit(number: str | None, answer: Callable[[Any], Response], call: str, adapter: str | None = None, **arguments: Any) -> dict[str, Any]:
+    def submit(
+        number: str | None, answer: Callable[[Any], Response], call: str, adapter: str | None = None, **arguments: Any
+    ) -> dict[str, Any]:
         """Queue a command; a client that has lost the reply sends it again, with the same number."""
         number = number or uuid.uuid4().hex
         command = Command(call, adapter, arguments)
@@ -224,7 +224,13 @@ def application(
     @app.post("/api/v1/get_info")
     async def get_info(request: types.GetInfoRequest) -> dict[str, Any]:
         data = {"arch": type(worker.engine.strategy.module).__name__, "model_name": base, "tokenizer_id": base}
-        return {"type": "get_info", "model_data": data, "model_id": known(request.model_id), "is_lora": True, "lora_rank": worker.rank}
+        return {
+            "type": "get_info",
+            "model_data": data,
+            "model_id": known(request.model_id),
+            "is_lora": True,
+            "lora_rank": worker.rank,
+        }
 
     @app.post("/api/v1/forward_backward")
     async def forward_backward(request: Request) -> dict[str, Any]:
@@ -237,7 +243,9 @@ def application(
             raise ValueError("loss_fn_config: holds texts, give numbers")
         check(rows, message.loss_fn, settings, worker.vocabulary, worker.longest)
         arguments = dict(rows=rows, loss_fn=message.loss_fn, settings=settings, forward_only=message.forward_only)
-        return submit(f"{name}:{message.seq_id}" if message.seq_id else None, as_output, "forward_backward", name, **arguments)
+        return submit(
+            f"{name}:{message.seq_id}" if message.seq_id else None, as_output, "forward_backward", name, **arguments
+        )
 
     @app.post("/api/v1/optim_step")
     async def optim_step(request: types.OptimStepRequest) -> dict[str, Any]:
@@ -246,7 +254,9 @@ def application(
             raise ValueError(f"optim_params: {type(given).__name__} is not served here, give AdamParams")
         for key, value in given:
             if not (math.isfinite(value) and value >= 0) or (key.startswith("beta") and value >= 1):
-                raise ValueError(f"adam_params.{key}: {value} is not allowed, give 0 or more{', below 1' * key.startswith('beta')}")
+                raise ValueError(
+                    f"adam_params.{key}: {value} is not allowed, give 0 or more{', below 1' * key.startswith('beta')}"
+                )
         arguments = dict(
             lr=given.learning_rate,
             betas=(given.beta1, given.beta2),
@@ -254,7 +264,13 @@ def application(
             weight_decay=given.weight_decay,
             clip=given.grad_clip_norm,
         )
-        return submit(number_of(request), lambda norm: JSONResponse({"metrics": {"grad_norm": norm}}), "optim_step", name, **arguments)
+        return submit(
+            number_of(request),
+            lambda norm: JSONResponse({"metrics": {"grad_norm": norm}}),
+            "optim_step",
+            name,
+            **arguments,
+        )
 
     # Checkpoints
 
@@ -346,7 +362,10 @@ def application(
             ends=ends,
         )
         reply = submit(number, lambda found: as_samples(found, ends), "sample", None, **arguments)
-        return {**reply, "sample_sequence_ids": [f"{reply['request_id']}:{each}" for each in range(request.num_samples)]}
+        return {
+            **reply,
+            "sample_sequence_ids": [f"{reply['request_id']}:{each}" for each in range(request.num_samples)],
+        }
 
     return app
 
@@ -371,17 +390,27 @@ def build_model(path: Path | None, dtype: torch.dtype) -> nn.Module:
     return LlamaForCausalLM(config).to(dtype)  # type: ignore[no-any-return]
 
 
-def main(arguments: Sequence[str] | None = None, ready: Callable[[str, Callable[[], None]], None] | None = None) -> None:
+def main(
+    arguments: Sequence[str] | None = None, ready: Callable[[str, Callable[[], None]], None] | None = None
+) -> None:
     """Serve until the program is ended; ``ready(address, stop)`` is called on rank 0, and ``stop()`` ends it on all processes."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", type=Path, help="folder of a causal language model; default: a tiny one with random weights")
-    parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16"], default="float32", help="of the base and adapters")
+    parser.add_argument(
+        "--model", type=Path, help="folder of a causal language model; default: a tiny one with random weights"
+    )
+    parser.add_argument(
+        "--dtype", choices=["float64", "float32", "bfloat16"], default="float32", help="of the base and adapters"
+    )
     parser.add_argument("--rank", type=int, default=8, help="of the adapters")
     parser.add_argument("--micro-batch", type=int, default=8, help="texts that a process computes at a time")
-    parser.add_argument("--use-fsdp", action="store_true", help="every process holds a part of the model; default: one device or DDP")
+    parser.add_argument(
+        "--use-fsdp", action="store_true", help="every process holds a part of the model; default: one device or DDP"
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0: any that is free")
-    parser.add_argument("--work-dir", type=Path, default=Path("work_dirs/tinker"), help="for checkpoints; all processes see it")
+    parser.add_argument(
+        "--work-dir", type=Path, default=Path("work_dirs/tinker"), help="for checkpoints; all processes see it"
+    )
     given = parser.parse_args(arguments)
     model = build_model(given.model, getattr(torch, given.dtype))
     torch.manual_seed(0)  # of the adapters' first values
@@ -393,7 +422,9 @@ def main(arguments: Sequence[str] | None = None, ready: Callable[[str, Callable[
         base = "tiny" if given.model is None else given.model.name
         listening = socket.create_server((given.host, given.port))
         address = f"http://{given.host}:{listening.getsockname()[1]}"
-        server = uvicorn.Server(uvicorn.Config(application(worker, commands, base, given.work_dir), log_level="warning"))
+        server = uvicorn.Server(
+            uvicorn.Config(application(worker, commands, base, given.work_dir), log_level="warning")
+        )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         print(f"serving {base} at {address}", flush=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -472,7 +472,9 @@ class Engine:
         if self.optim_wrapper is None:
             raise ConfigError("optim_wrapper: missing, Engine.switch() needs it")
         if training is not None and training._engine is not self:
-            raise ConfigError("Engine.switch.training: is of another engine, give what this engine's switch() has returned")
+            raise ConfigError(
+                "Engine.switch.training: is of another engine, give what this engine's switch() has returned"
+            )
         if why := cannot_switch(self.strategy):
             raise StrategyError(f"Engine.switch(): {why}")
         before = self._training()
@@ -481,7 +483,9 @@ class Engine:
         for _, parameter in self.strategy.parameters():
             parameter.grad = None
         if training is None:
-            self.strategy.load({key: value for key, value in before._optimizer.items() if not isinstance(value, Tensor)})
+            self.strategy.load(
+                {key: value for key, value in before._optimizer.items() if not isinstance(value, Tensor)}
+            )
         else:
             self._take_up(training)
         return before

@@ -817,7 +817,9 @@ def test_trainings_side_by_side_are_those_alone() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.full] * (k != "fsdp")) for k in ("ddp", "fsdp", "tp2", "pp2")])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.full] * (k != "fsdp")) for k in ("ddp", "fsdp", "tp2", "pp2")]
+)
 def test_trainings_side_by_side_on_two_processes(workers2: WorkerGroup, kind: str) -> None:
     for found in workers2.run(side_by_side, STRATEGIES[kind]):
         for which, (state, iterations) in enumerate(found):
