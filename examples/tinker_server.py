@@ -10,8 +10,8 @@
 
 It speaks HTTP as Thinking Machines' own client does, ``pip install tinker``, whose messages it takes from that package. Rank 0 serves,
 checks requests and queues them; adapter_worker.py computes. Nobody has to log in: keep the address local. Without --model the base is a
-tiny Llama with random weights. Needs pip install tinker fastapi uvicorn, flextrain[peft] and Python 3.11. docs/how_to/engine.md says
-what is not served.
+tiny Llama with random weights. Needs pip install tinker fastapi uvicorn, flextrain[peft] and Python 3.11. docs/how_to/shared_base.md
+says what is not served.
 """
 
 from __future__ import annotations

@@ -767,7 +767,7 @@ def of_training(engine: Engine, calls: list[Any], lr: float) -> Callable[[int], 
     """What a training does in turn ``n``: a forward and backward, and at every second one an update."""
 
     def turn(n: int) -> None:
-        engine.forward_backward(*own([calls[n]], engine), loss_of)
+        engine.forward_backward(*own([calls[n]], engine), loss_of, loss_weight=labels_in)
         if n % 2:
             engine.optim_step(lr=lr)
 
