@@ -569,7 +569,7 @@ def _(strategy: DeepSpeedStrategy) -> str | None:
 
 @cannot_switch.register(DeepSpeedStrategy)
 def _(strategy: DeepSpeedStrategy) -> str | None:
-    return "DeepSpeed's engine keeps masters and gradients in memory of its own; choose strategy=\"fsdp\""
+    return 'DeepSpeed\'s engine keeps masters and gradients in memory of its own; choose strategy="fsdp"'
 
 
 @rehearsed.register(DeepSpeedStrategy)
