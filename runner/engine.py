@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +26,7 @@ from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict, build_optim_wrapper
 from ..strategies.base import Strategy
 from ..strategies.build import build_strategy
-from ..strategies.parts import check_initialised, expect_values, kept_tensors, meet
+from ..strategies.parts import cannot_switch, check_initialised, expect_values, kept_tensors, meet
 from .config import model_class
 from .hooks import HookDispatcher
 from .loops.losses import Weighing
@@ -148,6 +149,24 @@ class _AsRun:
         """Continue from where a run was; an epoch that it had begun begins anew."""
         self.iter, self._validated = state["iter"], state["validated"]
         self._epoch = state["epoch"] + (state["left"] == 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """What one training has made of a model, see ``Engine.switch``; a copy, which never changes.
+
+    Attributes:
+        iter: its updates so far.
+    """
+
+    iter: int
+    _engine: Engine
+    _calls: int
+    _has_gradients: bool
+    _tensors: Mapping[str, Tensor]  # of this process: trained parameters and persistent buffers
+    _gradients: Mapping[str, Tensor]
+    _optimizer: Mapping[str, Any]  # in canonical form
+    _plain_values: dict[str, Any]
 
 
 class Engine:
@@ -427,6 +446,84 @@ class Engine:
         kind = check_dtype(dtype)
         meet(self.strategy, "Engine.publish()")
         return publish(self._run, target, kind)
+
+    # Several trainings of one model
+
+    @torch.no_grad()
+    def switch(self, training: Training | None = None) -> Training:
+        """Go on with another training of the same model, and return the one of before; a collective.
+
+        For several users of one base model, each with adapters of its own. A training is all that updates change or add up: trained
+        parameters, persistent buffers, gradients since the last update, the optimizer's state and settings, the loss scale, and
+        ``iter``. Frozen parameters are shared, and so are random numbers: what a model draws, as for dropout, depends on the calls in between.
+
+        Args:
+            training: what ``switch`` has returned, as often as you like. None: a new training, with the values and settings of
+                now, and without gradients and optimizer state.
+
+        Returns:
+            A copy on the device; parameters of which a process has shards are copied in shards.
+
+        Raises:
+            ConfigError: there is no ``optim_wrapper``, or the training is that of another engine.
+            StrategyError: an earlier call has failed, or gradients are kept in memory of an engine (DeepSpeed) or optimizer.
+        """
+        self._check("switch")
+        if self.optim_wrapper is None:
+            raise ConfigError("optim_wrapper: missing, Engine.switch() needs it")
+        if training is not None and training._engine is not self:
+            raise ConfigError(
+                "Engine.switch.training: is of another engine, give what this engine's switch() has returned"
+            )
+        if why := cannot_switch(self.strategy):
+            raise StrategyError(f"Engine.switch(): {why}")
+        before = self._training()
+        self._forget_update()
+        self._run.iter = 0
+        for _, parameter in self.strategy.parameters():
+            parameter.grad = None
+        if training is None:
+            self.strategy.load(
+                {key: value for key, value in before._optimizer.items() if not isinstance(value, Tensor)}
+            )
+        else:
+            self._take_up(training)
+        return before
+
+    def _training(self) -> Training:
+        """A copy of the training under way."""
+        strategy, wrapper = self.strategy, self.optim_wrapper
+        assert wrapper is not None
+        gradients = {name: p.grad.clone() for name, p in strategy.parameters() if p.grad is not None}
+        optimizer = {
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in strategy.state().items()
+            if key.startswith("optim.")
+        }
+        tensors = {name: tensor.clone() for name, tensor in self._trained()}
+        plain = wrapper.plain_values()
+        return Training(self.iter, self, self._calls, self._has_gradients, tensors, gradients, optimizer, plain)
+
+    def _take_up(self, training: Training) -> None:
+        strategy, saved = self.strategy, training._optimizer
+        for name, tensor in self._trained():
+            tensor.copy_(training._tensors[name])
+        for name, parameter in strategy.parameters():
+            if (grad := training._gradients.get(name)) is not None:
+                parameter.grad = grad.clone()
+        template = strategy.template(saved)
+        for key, tensor in template.items():
+            tensor.copy_(saved[key])
+        strategy.load({**{key: value for key, value in saved.items() if not isinstance(value, Tensor)}, **template})
+        assert self.optim_wrapper is not None
+        self.optim_wrapper.load_plain_values(training._plain_values)
+        self._calls, self._has_gradients, self._run.iter = training._calls, training._has_gradients, training.iter
+
+    def _trained(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.strategy.parameters():
+            if parameter.requires_grad:
+                yield name, parameter.detach()
+        yield from self.strategy.buffers().items()
 
     # Memory
 

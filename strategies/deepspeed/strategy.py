@@ -31,6 +31,7 @@ from ..noted import Arranged
 from ..parts import (
     StateMemory,
     cannot_repeat,
+    cannot_switch,
     computed_with,
     computes_alone,
     construct,
@@ -564,6 +565,11 @@ def _(strategy: DeepSpeedStrategy, model: nn.Module) -> torch.dtype | None:
 @cannot_repeat.register(DeepSpeedStrategy)
 def _(strategy: DeepSpeedStrategy) -> str | None:
     return "DeepSpeed's engine keeps the gradients, and adds the second run's to them; choose strategy=\"fsdp\""
+
+
+@cannot_switch.register(DeepSpeedStrategy)
+def _(strategy: DeepSpeedStrategy) -> str | None:
+    return 'DeepSpeed\'s engine keeps masters and gradients in memory of its own; choose strategy="fsdp"'
 
 
 @rehearsed.register(DeepSpeedStrategy)

@@ -2,7 +2,7 @@
 
 from ..base import meet
 from ..building import construct, hooks_of, init_weights, shape_of
-from .advice import cannot_repeat, check_window, choices, explain, pipeline_of, rehearsed
+from .advice import cannot_repeat, cannot_switch, check_window, choices, explain, pipeline_of, rehearsed
 from .footprint import StateMemory, kept_tensors, state_memory
 from .model_state import (
     aliases,
@@ -34,6 +34,7 @@ __all__ = [
     "average_buffers",
     "averaged_over",
     "cannot_repeat",
+    "cannot_switch",
     "check_initialised",
     "check_replicas",
     "check_window",

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...core.base.errors import StrategyError
 from ...optim.amp import AmpOptimWrapper
+from ...optim.canonical import OWN
 from ..base import Strategy, TrainStep
 
 
@@ -35,6 +36,18 @@ def check_window(strategy: Strategy, window: Sequence[Any], step: TrainStep) -> 
 @singledispatch
 def cannot_repeat(strategy: Strategy) -> str | None:
     """Return why forward and backward of a window cannot be run again before its update, after gradients were dropped; None: they can."""
+    return None
+
+
+@singledispatch
+def cannot_switch(strategy: Strategy) -> str | None:
+    """Return why an Engine cannot take a training out, and put another one in, see ``Engine.switch``; None: it can."""
+    if own := next((key for key in strategy.state() if key.startswith(OWN)), None):
+        return f"{type(strategy).__name__} keeps {own.removeprefix(OWN)}, which has no first value to begin another training with"
+    for wrapper in strategy.optim.wrappers.values() if strategy.optim is not None else ():
+        if wrapper.adapter.owns_gradients:
+            kind = type(wrapper.optimizer).__name__
+            return f"{kind} keeps parameters and gradients in memory of its own; choose one of torch's optimizers"
     return None
 
 

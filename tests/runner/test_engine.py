@@ -760,6 +760,140 @@ def refused() -> str:
     return str(error.value)
 
 
+# Several trainings of one model
+
+
+def of_training(engine: Engine, calls: list[Any], lr: float) -> Callable[[int], None]:
+    """What a training does in turn ``n``: a forward and backward, and at every second one an update."""
+
+    def turn(n: int) -> None:
+        engine.forward_backward(*own([calls[n]], engine), loss_of, loss_weight=labels_in)
+        if n % 2:
+            engine.optim_step(lr=lr)
+
+    return turn
+
+
+TRAININGS = [([batch for window in batches(6)[at::2] for batch in window], lr) for at, lr in ((0, 2e-3), (1, 7e-4))]
+TURNS = (0, 0, 1, 0, 1, 1, 1, 0, 0, 1, 1, 0)
+"""Who has the turn: each is away in the middle of an update, and between updates."""
+
+
+def alone_at(spec: Mapping[str, Any], which: int) -> tuple[dict[str, Any], int]:
+    with Engine(model(spec), {**spec, "device": DEVICE}, CLIPPED) as engine:
+        turn = of_training(engine, *TRAININGS[which])
+        for n in range(6):
+            turn(n)
+        return whole_state(engine.strategy), engine.iter
+
+
+def side_by_side(spec: Mapping[str, Any]) -> list[tuple[dict[str, Any], int]]:
+    """The state of two trainings at their end, which took turns on one engine."""
+    with Engine(model(spec), {**spec, "device": DEVICE}, CLIPPED) as engine:
+        first = engine.switch()
+        trainings, counts = [first, first], [0, 0]
+        turns = [of_training(engine, *each) for each in TRAININGS]
+        for which in TURNS:
+            engine.switch(trainings[which])
+            turns[which](counts[which])
+            counts[which] += 1
+            trainings[which] = engine.switch()
+        ends = []
+        for training in trainings:
+            engine.switch(training)
+            ends.append((whole_state(engine.strategy), engine.iter))
+        engine.switch(first)
+        assert engine.iter == 0
+        assert not [key for key in whole_state(engine.strategy) if key.startswith("optim.state.")]
+        return ends
+
+
+def test_trainings_side_by_side_are_those_alone() -> None:
+    for which, (found, iterations) in enumerate(side_by_side(STRATEGIES["single"])):
+        expected, count = alone_at(STRATEGIES["single"], which)
+        assert iterations == count == 3
+        assert found.keys() == expected.keys()
+        same_tensors(found, expected, "state", 0)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.full] * (k != "fsdp")) for k in ("ddp", "fsdp", "tp2", "pp2")]
+)
+def test_trainings_side_by_side_on_two_processes(workers2: WorkerGroup, kind: str) -> None:
+    for found in workers2.run(side_by_side, STRATEGIES[kind]):
+        for which, (state, iterations) in enumerate(found):
+            assert iterations == 3
+            same_tensors(state, alone_at(STRATEGIES["single"], which)[0], "state", TOLERANCE[kind])
+
+
+def test_a_new_training_begins_with_the_values_of_now() -> None:
+    batch = Mlp.sample(4, 0)
+    with Engine(Mlp(), None, dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9))) as engine:
+        engine.forward_backward(batch)
+        engine.optim_step(lr=0.2)
+        engine.forward_backward(batch)
+        values = whole_model(engine.strategy)
+        before = engine.switch()
+        same_tensors(whole_model(engine.strategy), values, "weights", 0)
+        assert (engine.iter, before.iter) == (0, 1)
+        assert not [key for key in whole_live_state(engine) if key.startswith("optim.state.")]
+        with pytest.raises(StrategyError, match="there are no gradients"):
+            engine.optim_step()
+        assert engine.optim_wrapper is not None
+        assert engine.optim_wrapper.param_groups[0]["lr"] == 0.2
+        assert engine.switch(before).iter == 0
+        engine.optim_step()
+        assert engine.iter == 2
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(x))  # type: ignore[no-any-return]
+
+
+def test_running_statistics_belong_to_a_training() -> None:
+    made = Normed()
+    with Engine(made, None, SGD) as engine:
+        first = engine.switch()
+        engine.forward_backward({"x": torch.randn(8, 6)}, lambda output, batch: output.square().mean())
+        assert made.norm.running_mean.any()
+        engine.switch(first)
+        assert not made.norm.running_mean.any()
+
+
+def test_what_cannot_be_switched() -> None:
+    batch = Mlp.sample(4, 0)
+    with Engine(Mlp(), None, SGD) as engine, Engine(Mlp(), None, SGD) as other, Engine(Mlp()) as reference:
+        with pytest.raises(ConfigError, match=r"training: is of another engine"):
+            engine.switch(other.switch())
+        with pytest.raises(ConfigError, match="optim_wrapper: missing"):
+            reference.switch()
+        with pytest.raises(RuntimeError, match="in a loss"):
+            engine.forward_backward(batch, fails)
+        with pytest.raises(StrategyError, match="failed in the middle of an update"):
+            engine.switch()
+
+
+@pytest.mark.full
+@pytest.mark.deepspeed
+@pytest.mark.distributed
+def test_deepspeed_keeps_its_training(workers2: WorkerGroup) -> None:
+    for message in workers2.run(switched_by_deepspeed):
+        assert "DeepSpeed's engine keeps masters and gradients in memory of its own" in message
+
+
+def switched_by_deepspeed() -> str:
+    spec = STRATEGIES["zero2"]
+    with Engine(model(spec), {**spec, "device": DEVICE}, CLIPPED) as engine, pytest.raises(StrategyError) as error:
+        engine.switch()
+    return str(error.value)
+
+
 # Several engines
 
 
