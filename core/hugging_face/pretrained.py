@@ -156,6 +156,8 @@ class Pretrained:
             if key in _SWITCHES and not isinstance(options[key], bool):  # a text such as "no" would switch it on
                 raise ConfigError(f"{where}.{key}: {options[key]!r} is not allowed, give True or False")
         self.replaces_misshaped = bool(self._own.get("ignore_mismatched_sizes", False))
+        self.words = self._settings.get("vocab_size")
+        """The size of the vocabulary, where that is given."""
         self.dtype = self._dtype(self.config())
         self.names: dict[str, str] = {}
         """Name of each tensor in the files to that in the model; after ``build``."""
