@@ -238,7 +238,7 @@ def test_a_function_with_arguments_says_what_it_is(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(add_head, "changes", "the head is new", raising=False)
     runner = changed_run(tmp_path, "single", [dict(type=add_head, width=3)])
     assert runner.model is not None
-    assert runner.outline.transforms[0][1].endswith("(21 values); the head is new")
+    assert runner.outline.transforms[0][1].endswith("; the head is new")
     message = refused(tmp_path / "loaded", "single", dict(type=add_head, width=3), load_from=str(tmp_path))
     assert "add_head(width=3) computes with the model's values" in message
 
