@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from flextrain import Engine, StrategyError
 from flextrain.core.comm.collectives import all_gather_object, broadcast_object, is_main
-from flextrain.runner.engine import Training
+from flextrain.runner.engine import TrainingCopy
 from flextrain.runner.transforms.lora import LoRA
 
 Row = dict[str, list[Any]]
@@ -83,8 +83,8 @@ class Worker:
         optim = dict(optimizer=dict(type="AdamW", lr=0.0), clip_grad=dict(max_norm=math.inf))
         self.engine = Engine(adapted, strategy, optim)
         self._first = self.engine.switch()
-        self._adapters: dict[str, Training] = {}
-        self._sampler: tuple[str | None, Training] = None, self._first
+        self._adapters: dict[str, TrainingCopy] = {}
+        self._sampler: tuple[str | None, TrainingCopy] = None, self._first
 
     # Commands: on every process, with the adapter in the engine
 

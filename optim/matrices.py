@@ -210,10 +210,15 @@ def check_roles(roles: Mapping[str, Role], model: nn.Module, where: str, others:
         )
     if len(left) == len(trained):
         raise ConfigError(f"{where}: Muon updates matrices, and {type(model).__name__} trains none; choose AdamW")
+    if not left:
+        more = f"; {where}.others has none and may be left out" if others else ""
+        _logger.info(f"Muon updates every trained parameter ({len(trained)}){more}")
+        return
     kinds = {trained[name].why_not: 0 for name in left}
     why = "; ".join(f"{kind}: {listed([n for n in left if trained[n].why_not == kind], 3)}" for kind in kinds)
-    rest = f"{others} the other {len(left)}: {why}" if left else f"{others or 'no other optimizer'} none"
-    _logger.info(f"Muon updates {counted(len(trained) - len(left), 'parameter')}, {rest}")
+    _logger.info(
+        f"Muon updates {counted(len(trained) - len(left), 'parameter')}, {others} the other {len(left)}: {why}"
+    )
 
 
 def matrices_of(shape: torch.Size, group: Mapping[str, Any]) -> Iterator[tuple[tuple[int, int], ...]]:

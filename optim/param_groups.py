@@ -624,7 +624,7 @@ def make_groups(recipe: OptimizerRecipe, model: nn.Module, roles: Roles | None =
         found += [{**group, **role.settings, "params": own[role]} for role in own if not role.why_not]
     if recipe.others is not None:
         _warn_of_other(recipe, recipe.others, roles)
-        for group in _constructed(recipe.others, model):
+        for group in _constructed(recipe.others, model, says=False):  # the same would be said again
             if theirs := [parameter for parameter in group["params"] if roles[names[id(parameter)]].why_not]:
                 found.append({**group, OF_OTHERS: True, "params": theirs})
     return found
@@ -649,7 +649,7 @@ def _warn_of_other(recipe: OptimizerRecipe, others: OptimizerRecipe, roles: Role
                 )
 
 
-def _constructed(recipe: OptimizerRecipe, model: nn.Module) -> list[dict[str, Any]]:
+def _constructed(recipe: OptimizerRecipe, model: nn.Module, says: bool = True) -> list[dict[str, Any]]:
     maker, where = recipe.constructor, recipe.where
     if maker is None:
         parameters = list(model.parameters())
@@ -663,12 +663,12 @@ def _constructed(recipe: OptimizerRecipe, model: nn.Module) -> list[dict[str, An
     given = getattr(maker, "paramwise_cfg", None) or {}
     bypass = bool(given.get("bypass_duplicate"))
     groups = checked_groups(groups, before, model, where, type(maker).__name__, bypass)
-    if isinstance(given, NotedReads):
+    if says and isinstance(given, NotedReads):
         _warn(maker, given, before, where)
     return groups
 
 
-def _warn(maker: Any, given: NotedReads, names: Iterable[str], where: str) -> None:
+def _warn(maker: Any, given: NotedReads, parameters: Mapping[str, nn.Parameter], where: str) -> None:
     """Log keys of ``paramwise_cfg`` that have no effect."""
     known = ParamwiseConfig.model_fields
     for key in given.unread:
@@ -681,13 +681,17 @@ def _warn(maker: Any, given: NotedReads, names: Iterable[str], where: str) -> No
             f"{where}.paramwise_cfg.custom_keys: come before the rules for norms and biases, so {overruled[0]}{others} decay "
             "in full; a longer key with decay_mult=0.0 changes that"
         )
-    custom = given.unnoted().get("custom_keys")
-    unmatched = [key for key in custom or () if not any(str(key) in searched(name) for name in names)]
-    for key in unmatched:
-        parts = {part for name in names for part in (name, *name.split("."))}
-        _logger.warning(
-            f"{where}.paramwise_cfg.custom_keys.{key}: no parameter's name contains it{suggest(str(key), parts)}"
-        )
+    for key in given.unnoted().get("custom_keys") or ():
+        found = [name for name in parameters if str(key) in searched(name)]
+        if not found:
+            parts = {part for name in parameters for part in (name, *name.split("."))}
+            _logger.warning(
+                f"{where}.paramwise_cfg.custom_keys.{key}: no parameter's name contains it{suggest(str(key), parts)}"
+            )
+        elif not any(parameters[name].requires_grad for name in found):
+            _logger.warning(
+                f"{where}.paramwise_cfg.custom_keys.{key}: has no effect unless they are thawed, it names only frozen parameters: {found[0]}"
+            )
 
 
 def make_optimizer(recipe: OptimizerRecipe, model: nn.Module, roles: Roles | None = None) -> Optimizer:

@@ -152,7 +152,7 @@ class _AsRun:
 
 
 @dataclass(frozen=True, eq=False)
-class Training:
+class TrainingCopy:
     """What one training has made of a model, see ``Engine.switch``; a copy, which never changes.
 
     Attributes:
@@ -450,7 +450,7 @@ class Engine:
     # Several trainings of one model
 
     @torch.no_grad()
-    def switch(self, training: Training | None = None) -> Training:
+    def switch(self, training: TrainingCopy | None = None) -> TrainingCopy:
         """Go on with another training of the same model, and return the one of before; a collective.
 
         For several users of one base model, each with adapters of its own. A training is all that updates change or add up: trained
@@ -490,7 +490,7 @@ class Engine:
             self._take_up(training)
         return before
 
-    def _training(self) -> Training:
+    def _training(self) -> TrainingCopy:
         """A copy of the training under way."""
         strategy, wrapper = self.strategy, self.optim_wrapper
         assert wrapper is not None
@@ -501,10 +501,11 @@ class Engine:
             if key.startswith("optim.")
         }
         tensors = {name: tensor.clone() for name, tensor in self._trained()}
-        plain = wrapper.plain_values()
-        return Training(self.iter, self, self._calls, self._has_gradients, tensors, gradients, optimizer, plain)
+        return TrainingCopy(
+            self.iter, self, self._calls, self._has_gradients, tensors, gradients, optimizer, wrapper.plain_values()
+        )
 
-    def _take_up(self, training: Training) -> None:
+    def _take_up(self, training: TrainingCopy) -> None:
         strategy, saved = self.strategy, training._optimizer
         for name, tensor in self._trained():
             tensor.copy_(training._tensors[name])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.errors import CheckpointError, ConfigError, suggest
+from ..base.errors import CheckpointError, ConfigError, nearest, suggest
 from ..base.registry import MODELS
 from ..checkpoint.foreign import weights_file as hugging_face
 from ..checkpoint.foreign.weights_file import MODEL
@@ -90,12 +90,10 @@ def _cached(name: str, path: Path, where: str) -> Path:
         ValueError,
     ):  # its errors of a missing snapshot and of a wrong name are of these kinds
         pass
-    hub = (
-        ", and no model of the hub's cache has this name; download it first: huggingface-cli download"
-        if is_name
-        else ""
-    )
-    raise ConfigError(f"{where}: {name or 'an empty name'} is no folder{hub}{f' {name}' if hub else ''}")
+    hub = f", and no model of the hub's cache has this name; download it first: hf download {name}" if is_name else ""
+    near = nearest(str(path), (str(found.parent) for found in path.parent.glob(f"*/{CONFIG}")))
+    meant = f'; did you mean "{near}"?' if near else ""
+    raise ConfigError(f"{where}: {name or 'an empty name'} is no folder{hub}{meant}")
 
 
 def tokenizer_files(folder: Path) -> Iterator[Path]:
@@ -158,6 +156,8 @@ class Pretrained:
             if key in _SWITCHES and not isinstance(options[key], bool):  # a text such as "no" would switch it on
                 raise ConfigError(f"{where}.{key}: {options[key]!r} is not allowed, give True or False")
         self.replaces_misshaped = bool(self._own.get("ignore_mismatched_sizes", False))
+        self.words = self._settings.get("vocab_size")
+        """The size of the vocabulary, where that is given."""
         self.dtype = self._dtype(self.config())
         self.names: dict[str, str] = {}
         """Name of each tensor in the files to that in the model; after ``build``."""

@@ -319,9 +319,11 @@ class Deferred:
     def _tell(self, rows: Tensor) -> None:
         """Say once, at the first rows with values, that there are chunks."""
         if self._name and has_values(rows) and len(rows):
+            count = "all" if self._chunk >= len(rows) else f"{self._chunk:,}"
+            nothing = ", which is one chunk and saves no memory; give a smaller chunk" if count == "all" else ""
             logger.info(
-                f"ChunkedLoss: the logits of {self._name} are computed for {min(self._chunk, len(rows)):,} tokens at a time, of {len(rows):,} "
-                "in the first batch"
+                f"ChunkedLoss: the logits of {self._name} are computed for {count} tokens at a time, of {len(rows):,} in the first batch"
+                f"{nothing}"
             )
             self._name = ""
 

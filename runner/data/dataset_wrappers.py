@@ -294,6 +294,8 @@ def check_dataset_config(cfg: Any, where: str) -> Any:
         key = next((key for wrapper, key in _INNER.items() if issubclass(kind, wrapper)), None)
         key = key or getattr(kind, "inner_datasets", None)
         inner = cfg.get(key) if key else None
+        if key and not key.endswith("s") and isinstance(inner, (list, tuple)):
+            inner = None  # of samples: it is the one dataset that is asked for
         for at, item in _each(inner, f"{where}.{key}"):
             if is_config(item):
                 check_dataset_config(item, at)

@@ -470,8 +470,8 @@ class LoggerHook(Hook):
     def after_val_iter(
         self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
     ) -> None:
-        """Write a line if it is due."""
-        if (batch_idx + 1) % self.interval == 0:
+        """Write a line if it is due; the last batch's is that of the whole pass."""
+        if (batch_idx + 1) % self.interval == 0 and batch_idx + 1 != num_batches(runner, "val"):
             self._say(runner, runner.log_processor.get_log_after_iter(runner, batch_idx, "val")[1])
         if self._bar is not None:
             self._bar.evaluate("val", batch_idx + 1, num_batches(runner, "val"))
@@ -479,8 +479,8 @@ class LoggerHook(Hook):
     def after_test_iter(
         self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
     ) -> None:
-        """Write a line if it is due."""
-        if (batch_idx + 1) % self.interval == 0:
+        """Write a line if it is due; the last batch's is that of the whole pass."""
+        if (batch_idx + 1) % self.interval == 0 and batch_idx + 1 != num_batches(runner, "test"):
             self._say(runner, runner.log_processor.get_log_after_iter(runner, batch_idx, "test")[1])
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:

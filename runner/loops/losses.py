@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -231,12 +232,13 @@ class UnequalMeans:
 # The losses in what a model gives whose forward has no mode.
 
 
-def losses_of(result: Any, module: nn.Module) -> dict[str, Any]:
+def losses_of(result: Any, module: nn.Module, batch: Any) -> dict[str, Any]:
     """Return the ``loss`` of a result, or the parts of one in a dict.
 
     Args:
         result: what the model's forward gave.
         module: the model, for the message.
+        batch: what its forward was given, for the message.
 
     Raises:
         ConfigError: there is none.
@@ -251,6 +253,15 @@ def losses_of(result: Any, module: nn.Module) -> dict[str, Any]:
         if losses:
             return losses
     name, kind = type(module).__name__, type(result).__name__
+    if (
+        isinstance(batch, Mapping)
+        and batch.get("labels") is None
+        and "labels" in inspect.signature(module.forward).parameters
+    ):
+        raise ConfigError(
+            f"model: the batch has no labels, without which {name}.forward gives no loss; add them, as "
+            "DataCollatorForLanguageModeling(tokenizer, mlm=False) of transformers does for a causal language model"
+        )
     raise ConfigError(
         f"model: {name}.forward has no parameter mode and gave {kind} without a loss; return an object or dict with a "
         f"loss, or take mode{f': {NO_LOSS}' if is_dict else ''}"

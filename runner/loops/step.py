@@ -397,7 +397,7 @@ class Stepper:
 
     def _losses_of_result(self, data: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
         result = run_forward(self.model, data, **self._for_loss)
-        total, logs = self.parse(losses_of(result, self.module))
+        total, logs = self.parse(losses_of(result, self.module, data))
         if not self._has_looked:
             self._look_for_losses(result)
         if isinstance(result, Mapping) and len(result) > 1:

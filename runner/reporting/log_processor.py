@@ -312,7 +312,11 @@ def _read(hub: MessageHub, means: Mapping[str, UnreadMean]) -> dict[str, float]:
 
 def units(runner: Run) -> str:
     """Return the line that says what the figures of log lines mean."""
-    several = f"; loss is the mean over the {runner.world_size} processes, times and memory are those of rank 0"
+    # Processes with the same samples have the same loss.
+    mean = (
+        f" loss is the mean over the {runner.world_size} processes," if runner.strategy.topology.data.count > 1 else ""
+    )
+    several = f";{mean} times and memory are those of rank 0"
     return (
         "In the lines below: time and data_time in seconds per iteration, memory in MiB "
         f"({memory_source(runner.strategy.device)}){several if runner.world_size > 1 else ''}"

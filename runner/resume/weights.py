@@ -230,6 +230,12 @@ def read_pretrained(run: Run, part: ToRead) -> None:
         )
     if report.misshaped and not source.replaces_misshaped:
         name, (there, wanted) = next(iter(report.misshaped.items()))
+        if wanted == (source.words, *there[1:]):
+            raise ConfigError(
+                f"model.{name}: has shape {wanted}, and {there} in {folder}, because model.vocab_size does not resize what is loaded; leave it "
+                "out, write the folder anew after resize_token_embeddings for new words, or give "
+                "model.ignore_mismatched_sizes=True, which draws every row anew"
+            )
         raise ConfigError(
             f"model.{name}: has shape {wanted}, and {there} in {folder}; change the setting that it depends on, or give "
             "model.ignore_mismatched_sizes=True to initialise it anew"

@@ -49,12 +49,24 @@ class Transform:
     @property
     def needs_values(self) -> bool:
         """Whether it computes with the model's values, and not with names, shapes and classes alone."""
-        return bool(getattr(self.function, "needs_values", False))
+        return bool(self._said("needs_values"))
 
     @property
     def quantises(self) -> bool:
         """Whether it stores parameters in a form that checkpoints cannot hold."""
-        return bool(getattr(self.function, "quantises", False))
+        return bool(self._said("quantises"))
+
+    @property
+    def changes(self) -> str:
+        """What it changes beside parameters and classes of modules, for the log; empty if it says nothing."""
+        said = self._said("changes")
+        return said if isinstance(said, str) else ""
+
+    def _said(self, name: str) -> Any:
+        function = self.function
+        while isinstance(function, functools.partial):  # a function with its arguments
+            function = function.func
+        return getattr(function, name, None)
 
 
 def build_transforms(given: Any) -> tuple[Transform, ...]:
@@ -191,12 +203,13 @@ class ModelState:
         return cls(model, parameters, {name: type(module) for name, module in model.named_modules()})
 
 
-def differences(before: ModelState, after: ModelState) -> str:
-    """Return in one line what is different after a transform."""
+def differences(before: ModelState, after: ModelState, changes: str = "") -> str:
+    """Return in one line what is different after a transform, and what it says itself that it changes."""
     said = [
         *_of_the_model(before, after),
         *_of_modules(before, after),
         *_of_parameters(before.parameters, after.parameters),
+        *([changes] if changes else ()),
     ]
     return "; ".join(said) or "no parameter and no class of a module is another than before"
 
@@ -289,7 +302,7 @@ def transform(
             changed = _call(each, model, is_whole)
         _check_read_later(each, model, changed)
         model = changed
-        lines.append((each.name, differences(before, ModelState.of(model, shape))))
+        lines.append((each.name, differences(before, ModelState.of(model, shape), each.changes)))
     return model, tuple(lines)
 
 

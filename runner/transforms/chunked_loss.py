@@ -54,6 +54,8 @@ class ChunkedLoss:
         transforms=[dict(type="ChunkedLoss", chunk=1024)]
     """
 
+    changes = "logits and the loss are computed for some tokens at a time"
+
     def __init__(
         self,
         chunk: int = 1024,

@@ -357,6 +357,17 @@ def test_custom_keys_that_nothing_contains(warnings: list[str]) -> None:
     ]
 
 
+def test_custom_keys_of_frozen_parameters_alone(warnings: list[str]) -> None:
+    model = Net()
+    model.head.weight.requires_grad_(False)
+    built(
+        model, optimizer=SGD, paramwise_cfg=dict(custom_keys={"head.w": dict(lr_mult=0.1), "head": dict(lr_mult=0.2)})
+    )
+    assert warnings == [
+        "optim_wrapper.paramwise_cfg.custom_keys.head.w: has no effect unless they are thawed, it names only frozen parameters: head.weight"
+    ]
+
+
 def test_keys_that_a_constructor_has_not_read(warnings: list[str]) -> None:
     paramwise = DECAY | dict(decay_typ="layer", norm_decay_mult=0.0, bias_decay_mul=0.0)
     built(Net(), optimizer=SGD, constructor=ByGroups, paramwise_cfg=paramwise)

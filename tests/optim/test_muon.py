@@ -199,10 +199,14 @@ def test_adapters_of_an_embedding_are_left() -> None:
 
 def test_the_log_says_who_updates_what(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="flextrain")
-    for model in (Net(), nn.Sequential(nn.Linear(4, 4, bias=False))):
-        check_roles(find_roles(model, "optimizer"), model, "optimizer", "AdamW")
+    line = nn.Sequential(nn.Linear(4, 4, bias=False))
+    for model, others in ((Net(), "AdamW"), (line, "AdamW"), (line, None)):
+        check_roles(find_roles(model, "optimizer"), model, "optimizer", others)
     assert caplog.messages[0].startswith("Muon updates 5 parameters, AdamW the other ")
-    assert caplog.messages[1] == "Muon updates 1 parameter, AdamW none"
+    assert caplog.messages[1:] == [
+        "Muon updates every trained parameter (1); optimizer.others has none and may be left out",
+        "Muon updates every trained parameter (1)",
+    ]
 
 
 def test_matrices_are_those_of_hidden_layers() -> None:

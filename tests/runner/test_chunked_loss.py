@@ -794,6 +794,17 @@ def test_wrong_options(options: dict[str, Any], says: str, tmp_path: Any) -> Non
     assert "\n" not in str(caught.value)
 
 
+def test_one_chunk_of_all_tokens_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = Speaker(LOSSES["flat"])
+    ChunkedLoss(40, "head")(model)
+    with caplog.at_level(logging.INFO, "flextrain"):
+        model(*data())
+    assert caplog.messages == [
+        "ChunkedLoss: the logits of head are computed for all tokens at a time, of 40 in the first batch, which is one chunk and saves no "
+        "memory; give a smaller chunk"
+    ]
+
+
 @pytest.mark.parametrize("head", [5, ["head"]])
 def test_an_object_is_checked_as_a_configuration_is(head: Any) -> None:
     with pytest.raises(ConfigError, match=r"^ChunkedLoss.head: .* is not allowed, give the name of a module$"):
@@ -813,9 +824,14 @@ def test_a_run_trains_the_same_and_evaluates(tmp_path: Any) -> None:
     found = []
     for number, transforms in enumerate([(), (dict(type="ChunkedLoss", head="head", chunk=CHUNK),)]):
         with log_lines(logging.INFO) as lines:
-            model = runner(tmp_path / str(number), *transforms).train()
+            run = runner(tmp_path / str(number), *transforms)
+            model = run.train()
+        said = [
+            (f"ChunkedLoss(head='head', chunk={CHUNK})", "logits and the loss are computed for some tokens at a time")
+        ]
+        assert [*run.outline.transforms] == said * number
         told = f"ChunkedLoss: the logits of head are computed for {CHUNK} tokens at a time, of 20 in the first batch"
-        assert [line for line in lines if "tokens at a time" in line] == [told] * number
+        assert [line for line in lines if line.startswith("ChunkedLoss:")] == [told] * number
         found.append([each.detach().clone() for each in model.parameters()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

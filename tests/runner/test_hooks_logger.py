@@ -19,6 +19,7 @@ from flextrain.runner.hooks import Hook, LoggerHook
 from flextrain.runner.hooks import logger as closing_summary
 from flextrain.runner.hooks import logger as line_queue
 from flextrain.runner.reporting import LogProcessor, Reporter
+from flextrain.runner.reporting.log_processor import units
 from flextrain.testing import WorkerGroup
 
 from .conftest import make_run
@@ -90,6 +91,11 @@ def test_the_units_are_said_once_and_not_for_lines_of_ones_own(new_runner: Calla
         hook.before_test_epoch(runner)
         line = "In the lines below: time and data_time in seconds per iteration, memory in MiB (largest resident set of the process)"
         assert runner.lines().count(line) == expected
+
+
+def test_processes_with_the_same_samples_have_no_mean_of_the_loss(new_runner: Callable[..., Any]) -> None:
+    said = units(new_runner(world_size=2))  # of one shard of the data
+    assert said.endswith("(largest resident set of the process); times and memory are those of rank 0")
 
 
 def test_records_have_the_step_that_mmengine_gives_them(runner: Any) -> None:
@@ -185,6 +191,9 @@ def test_a_real_run_writes_the_lines_of_the_seeds(new_run: Callable[..., Flexibl
     train = rf"{stamp}Epoch\(train\) \[1\]\[10/10\]  lr: 3\.3333e-02  {figures}"
     assert any(re.fullmatch(train, line) for line in log)
     val = rf"{stamp}Epoch\(val\) \[1\]\[10/10\]    accuracy: 10\.0000  data_time: 0\.\d{{4}}  time: 0\.\d{{4}}"
+    assert [line for line in log if "Epoch(val) [1][10/10]" in line] == [
+        line for line in log if re.fullmatch(val, line)
+    ]
     assert any(re.fullmatch(val, line) for line in log)
     records = [json.loads(line) for line in (Path(run.log_dir) / "vis_data/scalars.json").read_text().splitlines()]
     assert [record["step"] for record in records] == [10, 1, 20, 2]
@@ -264,18 +273,20 @@ def _losses_in_log_lines(folder: str) -> tuple[list[float], list[float]]:
         **dict.fromkeys(("val_dataloader", "val_cfg", "val_evaluator")),
     )
     run.train()
+    said = units(run)
     run.strategy.leave()
-    return seen, own
+    return seen, own, said
 
 
 @pytest.mark.distributed
 def test_the_loss_in_a_line_is_the_mean_over_ranks(workers2: WorkerGroup, tmp_path: Path) -> None:
-    (seen, first), (seen_too, second) = workers2.run(_losses_in_log_lines, str(tmp_path))
+    (seen, first, said), (seen_too, second, _) = workers2.run(_losses_in_log_lines, str(tmp_path))
     both = [(a + b) / 2 for a, b in zip(first, second, strict=True)]
     ends = [2, 4, 5, 7, 9, 10]
     assert seen == pytest.approx([sum(both[max(0, end - 3) : end]) / min(3, end) for end in ends], rel=1e-6)
     assert seen == seen_too
     assert first != second
+    assert said.endswith("; loss is the mean over the 2 processes, times and memory are those of rank 0")
 
 
 def test_lines_of_a_fast_loop_wait_for_each_other_and_for_nobody_else(

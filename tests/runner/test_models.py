@@ -105,6 +105,13 @@ class Plain(nn.Module):
         return {"loss": loss, "logits": logits, **scalars} if self.kind == "dict" else logits
 
 
+class Labelled(Plain):
+    """As transformers' models do, it gives a loss if it gets labels."""
+
+    def forward(self, index: Any = None, x: Any = None, y: Any = None, labels: Any = None) -> Any:
+        return Output(None if labels is None else super().forward(x=x, y=labels).loss, self.net(x))
+
+
 @dataclass
 class Output:
     loss: Tensor | None
@@ -259,8 +266,9 @@ def test_losses_are_logged_as_they_are_named_and_summed(tmp_path: Path) -> None:
         (Plain("none"), "gave dict without a loss; .* take mode: no key contains 'loss'; those that do are summed"),
         (Plain("forgot"), "gave Output without a loss"),
         (Plain("no-labels"), "gave DictOutput without a loss"),
+        (Labelled(), "model: the batch has no labels, without which Labelled.forward gives no loss; add them, as "),
     ],
-    ids=["plain", "no-loss", "number", "not-a-dict", "plain-no-loss", "plain-none", "no-labels"],
+    ids=["plain", "no-loss", "number", "not-a-dict", "plain-no-loss", "plain-none", "no-labels", "takes-labels"],
 )
 def test_a_model_without_a_loss(tmp_path: Path, model: nn.Module, says: str) -> None:
     with pytest.raises(ConfigError, match=says):

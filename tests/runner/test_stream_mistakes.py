@@ -73,6 +73,7 @@ ROWS: dict[str, tuple[Any, str]] = {
     "source of another type": (packed(source=dict(type="TokenFile", paths="x")), f'{WHERE}.source.type: "TokenFile" is no known dataset, did you mean "TokenFiles"?'),
     "option of the source": (packed(source={**TOKENS, "eos": 0}), f"{WHERE}.source.eos: unknown key"),
     "text for tokens": (packed(source=LINES), "document 0 of JsonlFiles is no list of token numbers but int"),
+    "texts for tokens": (packed(source=[{"text": "a"}] * 4), 'document 0 of list has no "input_ids", it has text; give the source a transform that tokenizes'),
     "weight 0": (mixed([1, 0]), f"{WHERE}.weights[1]: 0 is not allowed, give a number above 0; leave the source out"),
     "negative weight": (mixed([-1.0, 2.0]), f"{WHERE}.weights[0]: -1.0 is not allowed"),
     "weight NaN": (mixed([1.0, float("nan")]), f"{WHERE}.weights[1]: nan is not allowed"),

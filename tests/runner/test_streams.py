@@ -388,8 +388,11 @@ def test_a_transform_that_makes_other_tokens_changes_the_fingerprint(tmp_path: P
 @pytest.mark.parametrize(
     "docs, message",
     [
-        ([{"ids": [1]}], r'document 0 of list has no "input_ids", it has ids; say key='),
-        (["text"], r"document 0 of list is no list of token numbers but str; give transform="),
+        (
+            [{"ids": [1]}],
+            r'document 0 of list has no "input_ids", it has ids; give the source a transform that tokenizes, or say key=',
+        ),
+        (["text"], r"document 0 of list is no list of token numbers but str; give the source a transform"),
         ([[1.5, 2.0]], r"is no list of token numbers but float64 of shape \(2,\)"),
         ([[[1], [2]]], r"is no list of token numbers but int64 of shape \(2, 1\)"),
         ([[1, [2]]], r"document 0 of list is no list of token numbers, "),

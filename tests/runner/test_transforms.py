@@ -233,6 +233,16 @@ class NeedsValues:
         reads(model)
 
 
+def test_a_function_with_arguments_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(add_head, "needs_values", True, raising=False)
+    monkeypatch.setattr(add_head, "changes", "the head is new", raising=False)
+    runner = changed_run(tmp_path, "single", [dict(type=add_head, width=3)])
+    assert runner.model is not None
+    assert runner.outline.transforms[0][1].endswith("; the head is new")
+    message = refused(tmp_path / "loaded", "single", dict(type=add_head, width=3), load_from=str(tmp_path))
+    assert "add_head(width=3) computes with the model's values" in message
+
+
 def refused(folder: Path, under: str, transform: Any, **changes: Any) -> str:
     try:
         changed_run(folder, under, [transform], **changes).model  # noqa: B018 - builds it

@@ -128,7 +128,8 @@ class Mixture(Dataset[Any]):
     follows_order: ClassVar[bool] = True
     """Its samples have meaning only in its own order: samplers that are not flextrain's are refused."""
     inner_datasets: ClassVar[str] = "sources"
-    """The argument in which the class takes other datasets, whose configurations are checked with its own."""
+    """The argument in which the class takes other datasets, whose configurations are checked with its own. A list is several
+    datasets if the name is a plural, as here, and otherwise a dataset itself."""
 
     def __init__(
         self,

@@ -303,7 +303,8 @@ class PackedTokens(Dataset[Any]):
         if isinstance(document, Mapping):
             if self.key not in document:
                 raise DataError(
-                    f'{what} has no "{self.key}", it has {one_of(document) if document else "nothing"}; say key=...'
+                    f'{what} has no "{self.key}", it has {one_of(document) if document else "nothing"}; give the source a '
+                    "transform that tokenizes, or say key=..."
                 )
             document = document[self.key]
         try:
@@ -312,7 +313,9 @@ class PackedTokens(Dataset[Any]):
             raise DataError(f"{what} is no list of token numbers, {error}") from None
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "ui"):
             kind = type(document).__name__ if tokens.ndim == 0 else f"{tokens.dtype} of shape {tokens.shape}"
-            raise DataError(f"{what} is no list of token numbers but {kind}; give transform=... that makes them")
+            raise DataError(
+                f"{what} is no list of token numbers but {kind}; give the source a transform that makes them"
+            )
         return self._checked(tokens.astype(np.int64), what)
 
     def _checked(self, tokens: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:
