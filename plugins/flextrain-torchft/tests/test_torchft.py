@@ -15,7 +15,16 @@ from flextrain_torchft.record import FILE, append, begin, next_head
 from flextrain import ConfigError, StrategyError
 
 sys.path.insert(0, str(Path(__file__).parent))
-from torchft_checks import check_equal, check_groups, ends, launched, one_device, start
+from torchft_checks import (
+    check_equal,
+    check_groups,
+    ends,
+    launched,
+    nesterov,
+    one_device,
+    simulated,
+    start,
+)
 from torchft_group import BATCH, EPOCHS, SAMPLES, UPDATES, Net, Numbered, runner_of
 from torchft_kills import kill_at_random
 
@@ -147,6 +156,25 @@ def test_two_groups_train_as_one_device(tmp_path: Path, lighthouse: str) -> None
     for strategy in ("SingleDeviceStrategy", "FSDPStrategy"):
         _, resumed = one_device(tmp_path / strategy, strategy, resume=str(folders[1] / "epoch_2"))
         check_equal(resumed, weights)
+
+
+@needs_torchft
+@pytest.mark.processes
+def test_rounds_of_two_groups_are_those_of_two_models(tmp_path: Path, lighthouse: str) -> None:
+    """DiLoCo: each group has its own state of AdamW; a round ends with the epoch, too. Checkpoints go on without groups."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    rounds = dict(sync_every=3, outer_optimizer={})
+    processes = [start(folder, lighthouse, min_replicas=2, rounds=rounds) for folder in folders]
+    alone, _ = one_device(tmp_path / "alone")
+    for process, folder in zip(processes, folders, strict=True):
+        ends(process, folder)
+    record = lineage(folders)
+    assert [line["round"] for line in record] == [1, 1, 1, 4, 5, 5, 5, 8, 9, 9, 9, 12]
+    weights, losses = simulated(torch.load(folders[0] / "initial.pt"), record, alone, nesterov)
+    check_groups(folders, folders, alone, weights, losses=losses)
+    assert not list(tmp_path.glob("*/round_start"))
+    _, resumed = one_device(tmp_path / "resumed", resume=str(folders[1] / "epoch_3"))
+    check_equal(resumed, weights)
 
 
 @needs_torchft

@@ -18,7 +18,8 @@ from flextrain import FlexibleRunner, Hook
 
 SAMPLES, BATCH, ACCUMULATE, EPOCHS = 41, 6, 2, 3
 # An epoch has 7 micro-batches. The last one has 5 samples, which two groups share unequally, and an update of its own.
-UPDATES = EPOCHS * 4
+UPDATES_OF_EPOCH = 4
+UPDATES = EPOCHS * UPDATES_OF_EPOCH
 
 
 class Numbered(Dataset[Any]):
@@ -81,9 +82,9 @@ class Events(Hook):
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         seen = runner.strategy.module.seen[-len(data_batch) :]  # those of the last try
-        line = dict(
-            update=runner.iter + 1, head=getattr(runner.strategy, "head", None), seen=seen, loss=outputs["loss"].item(), at=time.time()
-        )  # fmt: skip
+        open_round = getattr(runner.strategy, "made", None)
+        head = open_round[-1]["head"] if open_round else getattr(runner.strategy, "head", None)
+        line = dict(update=runner.iter + 1, head=head, seen=seen, loss=outputs["loss"].item(), at=time.time())
         with open(Path(runner.work_dir) / f"seen_{runner.rank}.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -133,6 +134,7 @@ def main(given: dict[str, Any]) -> None:
     strategy = dict(
         type="flextrain_torchft:TorchFTStrategy", inner=inner, lighthouse=given["lighthouse"],
         min_replicas=given.get("min_replicas", 1), exchange_timeout_s=given.get("exchange_timeout_s", 60.0),
+        **given.get("rounds", {}),
     )  # fmt: skip
     runner = runner_of(folder, strategy, [Events(**given.get("events", {}))], **given.get("more", {}))
     runner.train()
