@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from itertools import groupby
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,22 @@ import pytest
 import torch
 from flextrain_torchft import lineage, rows
 from torch import Tensor
-from torchft_group import UPDATES_OF_EPOCH, Events, Net, Numbered, full, runner_of
+from torchft_group import UPDATES_OF_EPOCH, Events, Net, Numbered, full, run, runner_of
 
 Lines = dict[tuple[Path, int], dict[str, Any]]
 
 
-def start(folder: Path, lighthouse: str, launched: dict[str, str] | None = None, **given: Any) -> subprocess.Popen[str]:
-    """A process of a group; ``launched`` has what torchrun gives each of several."""
-    options = json.dumps(dict(folder=str(folder), lighthouse=lighthouse, **given))
+def start(folder: Path, lighthouse: str, launched: dict[str, str] | None = None, **given: Any) -> BaseProcess:
+    """A process of a group; ``launched`` has what torchrun gives each of several. It is forked from one that has imported all."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "output.txt", "a") as output:
-        return subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("torchft_group.py")), options], stdout=output, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": os.environ.get("RUST_LOG", "error"), **(launched or {})},
-        )  # fmt: skip
+    for name, value in {"OMP_NUM_THREADS": "1", "RUST_LOG": "error"}.items():  # read when modules are imported
+        os.environ.setdefault(name, value)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._inductor.compile_fx", "torchft.manager", "flextrain.runner.runner"])
+    options = dict(folder=str(folder), lighthouse=lighthouse, **given)
+    process = context.Process(target=run, args=(options, str(folder / "output.txt"), launched or {}))
+    process.start()
+    return process
 
 
 def launched(count: int) -> list[dict[str, str]]:
@@ -40,12 +42,13 @@ def launched(count: int) -> list[dict[str, str]]:
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
-def ends(process: subprocess.Popen[str], folder: Path, code: int = 0, limit_s: float = 200.0) -> None:
+def ends(process: BaseProcess, folder: Path, code: int = 0, limit_s: float = 200.0) -> None:
     try:
-        found = process.wait(limit_s)
+        process.join(limit_s)
+        found = process.exitcode
     finally:
         process.kill()
-        process.wait()
+        process.join()
     assert found == code, (folder / "output.txt").read_text()[-3000:]
 
 

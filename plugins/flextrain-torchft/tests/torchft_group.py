@@ -1,11 +1,10 @@
-"""Trains as one group: ``python torchft_group.py OPTIONS``, a JSON object; the tests start several."""
+"""A process of a group that trains; the tests start several."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -126,6 +125,15 @@ def runner_of(
     return FlexibleRunner(**{**options, **more})
 
 
+def run(given: dict[str, Any], output: str, launched: dict[str, str]) -> None:
+    """Train as a process that a launcher has given the variables ``launched``; what it prints is added to a file."""
+    with open(output, "a") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    os.environ.update(launched)
+    main(given)
+
+
 def main(given: dict[str, Any]) -> None:
     folder = Path(given["folder"])
     if "after" in given:
@@ -152,7 +160,3 @@ def full(runner: Any) -> dict[str, Tensor]:
 def save(weights: dict[str, Tensor], runner: Any, name: str) -> None:
     if runner.rank == 0:
         torch.save(weights, Path(runner.work_dir) / name)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

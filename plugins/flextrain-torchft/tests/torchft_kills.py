@@ -35,7 +35,7 @@ EVERY_S = 6.0
 
 
 def kill_at_random(
-    folder: Path, lighthouse: str, groups: int, kills: int, seed: int, processes: int = 1, sync_every: int | None = None
+    folder: Path, lighthouse: str, groups: int, kills: int, seed: int, processes: int = 1, sync_every: int | None = None, pause: float = 0.05
 ) -> list[float]:
     """Kill a group every few seconds, start it again at once, and compare the outcome with one device, or a simulation of rounds.
 
@@ -51,7 +51,7 @@ def kill_at_random(
         samples=SAMPLES, train_cfg=dict(max_epochs=kills + 2), param_scheduler=[],
         default_hooks=dict(logger=dict(interval=50), checkpoint=dict(interval=kills)),
     )  # fmt: skip
-    how: dict[str, Any] = dict(exchange_timeout_s=10.0, events=dict(pause=0.05))
+    how: dict[str, Any] = dict(exchange_timeout_s=10.0, events=dict(pause=pause))
     if processes > 1:
         how["inner"] = dict(type="FSDPStrategy", device="cpu", timeout_s=300)
     if sync_every is not None:  # the record does not say whose state of an optimizer a group has
@@ -72,7 +72,7 @@ def kill_at_random(
     try:
         while len(killed) < kills:
             time.sleep(chance.uniform(0.5, 2 * EVERY_S - 0.5) if killed else 0.5)
-            if any(process.poll() is not None for of_group in running.values() for process in of_group):
+            if any(process.exitcode is not None for of_group in running.values() for process in of_group):
                 break  # at the end of the training, or by an error, which is told below
             arrived = [one for one in folders if (one / "arrived").exists()]
             trained = {one for one in arrived if _last_update(one) > began[one]}
@@ -89,8 +89,12 @@ def kill_at_random(
             time.sleep(chance.choice([0.0, chance.uniform(0.0, 2.0)]) if processes > 1 else 0.0)
             for process in running[victim]:
                 process.kill()
-                process.wait()
+                process.join()
             running[victim], began[victim] = begin(victim), time.time()
+        while killed and not all(_last_update(one) > since for one, since in began.items()):  # until it is back
+            if any(process.exitcode is not None for of_group in running.values() for process in of_group):
+                break
+            time.sleep(0.5)
         (folder / "hurry").touch()
         for one, of_group in running.items():
             for process in of_group:
@@ -136,11 +140,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--sync-every", type=int)
+    parser.add_argument("--pause", type=float, default=0.05, help="seconds before every update until the last kill")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, required=True)
     given = parser.parse_args()
     server = LighthouseServer(bind="0.0.0.0:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=3_000)
-    how = (given.groups, given.kills, given.seed, given.processes, given.sync_every)
+    how = (given.groups, given.kills, given.seed, given.processes, given.sync_every, given.pause)
     found = sorted(kill_at_random(given.folder, server.address(), *how))
     server.shutdown()
     same = "one device" if given.sync_every is None else "a simulation of the record"
