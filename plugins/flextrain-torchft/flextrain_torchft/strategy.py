@@ -64,6 +64,9 @@ class TorchFTHook(Hook):
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         self.strategy.end_update()
 
+    def before_train_epoch(self, runner: Any) -> None:
+        self.strategy.check_start()
+
     def after_train_epoch(self, runner: Any) -> None:
         self.strategy.end_round()  # of an epoch that was left early
 
@@ -330,7 +333,7 @@ class _InGroups(Strategy):
         """Raise StrategyError in the middle of a round, where groups have different weights."""
         if self.round_start is not None:
             raise StrategyError(
-                f"TorchFTStrategy: a validation after update {self.made[-1]['update']} is in the middle of a round, where groups have "
+                f"TorchFTStrategy: a validation after update {self.run.iter} is in the middle of a round, where groups have "
                 f"different weights; validate every multiple of strategy.sync_every={self.groups_config.sync_every} updates"
             )
 
@@ -387,28 +390,34 @@ class _InGroups(Strategy):
     # Meetings
 
     def begin_training(self) -> None:
-        """Forget a checkpoint that was received, and go back if this one is of the middle of a round; called when it is loaded.
-
-        Raises:
-            ResumeFrom: to the round's start.
-        """
+        """Forget a checkpoint that was received; called when it is loaded."""
         self.made = []
         if self.outer is not None:
             self._check_rounds()
         if self.run.rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
             record.begin(self.run.work_dir)
-        if self.round_start is not None:
-            back = self._back("The weights are those of one group in the middle of a round, which is made again")
-            if not back.path.exists():
-                raise StrategyError(
-                    f"{self.run.resumed_from}: was saved in the middle of a round of strategy.sync_every updates, and the round's start, "
-                    f"{back.path}, is gone; resume from another checkpoint"
-                )
-            raise back
+
+    def check_start(self) -> None:
+        """Go back to the start of a round if the weights are those of a checkpoint of its middle.
+
+        Raises:
+            ResumeFrom: to the round's start.
+            StrategyError: it is gone.
+        """
+        if self.round_start is None or self.made:
+            return
+        back = self._back("The weights are those of one group in the middle of a round, which is made again")
+        if not back.path.exists():
+            raise StrategyError(
+                f"{self.run.resumed_from}: was saved in the middle of a round of strategy.sync_every updates, and the round's start, "
+                f"{back.path}, is gone; resume from another checkpoint"
+            )
+        raise back
 
     def end_training(self) -> None:
         """Wait until every group has the last update, because one that lacks it may need this one."""
+        self.check_start()
         self.end_round()  # of a training that was stopped early
         if self.groups is not None and self.groups.count > 1:
             try:

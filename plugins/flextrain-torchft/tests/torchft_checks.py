@@ -16,7 +16,7 @@ import pytest
 import torch
 from flextrain_torchft import lineage, rows
 from torch import Tensor
-from torchft_group import UPDATES_OF_EPOCH, Events, Net, Numbered, full, run, runner_of
+from torchft_group import Events, Net, Numbered, full, run, runner_of
 
 Lines = dict[tuple[Path, int], dict[str, Any]]
 
@@ -135,13 +135,12 @@ class Replica:
     def __init__(self, optimizer: Callable[[Any], Any], schedules: bool) -> None:
         self.model = Net()
         self.optimizer = optimizer(self.model.parameters())
-        self.warm_up = torch.optim.lr_scheduler.LinearLR(self.optimizer, start_factor=0.1, total_iters=5)
-        self.decay = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.7)
         self.schedules = schedules
-        if not schedules:
-            self.optimizer = optimizer(self.model.parameters())
+        if schedules:
+            self.warm_up = torch.optim.lr_scheduler.LinearLR(self.optimizer, start_factor=0.1, total_iters=5)
+            self.decay = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.7)
 
-    def update(self, data: Numbered, micro_batches: list[list[int]], number: int) -> float:
+    def update(self, data: Numbered, micro_batches: list[list[int]], ends_epoch: bool) -> float:
         parts = [self.model(torch.tensor(ids), data.x[ids], data.y[ids])["loss"] for ids in micro_batches if ids]
         if parts:
             loss = torch.stack(parts).mean()
@@ -151,7 +150,7 @@ class Replica:
             self.optimizer.zero_grad()
         if self.schedules:
             self.warm_up.step()
-            if number % UPDATES_OF_EPOCH == 0:
+            if ends_epoch:
                 self.decay.step()
         return loss.item() if parts else 0.0
 
@@ -173,12 +172,14 @@ def simulated(
     processes: int = 1,
     schedules: bool = True,
     samples: int | None = None,
+    ends_epochs: bool = True,
 ) -> tuple[dict[str, Tensor], dict[tuple[int, int], float]]:
     """Weights of rounds of several models as the record says, in a loop of torch alone; and losses by update and model."""
     data = Numbered() if samples is None else Numbered(samples)
     start = {name: torch.nn.Parameter(value.clone()) for name, value in initial.items()}
     optimizer = None if outer is None else outer(list(start.values()))
     replicas: dict[int, Replica] = {}
+    last = {line["epoch"]: line["update"] for line in record} if ends_epochs else {}
     losses: dict[tuple[int, int], float] = {}
     for _, of_round in groupby(record, lambda line: line["round"]):
         lines, ends = list(of_round), []
@@ -190,7 +191,9 @@ def simulated(
                 shares = [
                     list(own_rows(numbers, group, count, processes)) for numbers in alone[line["update"]]["seen"]
                 ]
-                losses[line["update"], group] = replica.update(data, shares, line["update"])
+                losses[line["update"], group] = replica.update(
+                    data, shares, last.get(line["epoch"]) == line["update"]
+                )
             ends.append({name: value.clone() for name, value in replica.model.state_dict().items()})
         with torch.no_grad():
             for name, value in start.items():

@@ -17,8 +17,7 @@ from flextrain import FlexibleRunner, Hook
 
 SAMPLES, BATCH, ACCUMULATE, EPOCHS = 41, 6, 2, 3
 # An epoch has 7 micro-batches. The last one has 5 samples, which two groups share unequally, and an update of its own.
-UPDATES_OF_EPOCH = 4
-UPDATES = EPOCHS * UPDATES_OF_EPOCH
+UPDATES = EPOCHS * 4
 
 
 class Numbered(Dataset[Any]):
@@ -56,12 +55,19 @@ class Events(Hook):
 
     Args:
         dies_at: iteration in whose forward the process is killed.
+        saves_at: iteration after which it saves the checkpoint ``between``.
         waits: files, each with the iteration before which the process waits for it.
         pause: seconds before every iteration, until there is a file ``hurry`` beside the ``work_dir``.
     """
 
-    def __init__(self, dies_at: int | None = None, waits: dict[str, int] | None = None, pause: float = 0.0) -> None:
-        self.dies_at, self.waits, self.pause = dies_at, waits or {}, pause
+    def __init__(
+        self,
+        dies_at: int | None = None,
+        saves_at: int | None = None,
+        waits: dict[str, int] | None = None,
+        pause: float = 0.0,
+    ) -> None:
+        self.dies_at, self.saves_at, self.waits, self.pause = dies_at, saves_at, waits or {}, pause
 
     def before_train(self, runner: Any) -> None:
         if runner.iter == 0:
@@ -86,6 +92,8 @@ class Events(Hook):
         line = dict(update=runner.iter + 1, head=head, seen=seen, loss=outputs["loss"].item(), at=time.time())
         with open(Path(runner.work_dir) / f"seen_{runner.rank}.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
+        if runner.iter == self.saves_at:
+            runner.save_checkpoint(runner.work_dir, "between")
 
 
 def until(path: Path, limit_s: float = 300.0) -> None:
@@ -144,7 +152,7 @@ def main(given: dict[str, Any]) -> None:
         min_replicas=given.get("min_replicas", 1), exchange_timeout_s=given.get("exchange_timeout_s", 60.0),
         **given.get("rounds", {}),
     )  # fmt: skip
-    runner = runner_of(folder, strategy, [Events(**given.get("events", {}))], **given.get("more", {}))
+    runner = runner_of(folder, strategy, [Events(**given.get("events", {}))], given.get("batch_size", BATCH), **given.get("more", {}))
     runner.train()
     save(full(runner), runner, "weights.pt")
     runner.close()
