@@ -350,7 +350,9 @@ class _InGroups(Strategy):
                     f"{kind}: is not supported with strategy.sync_every, its averages of weights would differ between groups"
                 )
             if isinstance(hook, HOOKS.resolve("LossSpikeHook")):
-                raise ConfigError(f"{kind}: is not supported with strategy.sync_every, each group has losses of its own")
+                raise ConfigError(
+                    f"{kind}: is not supported with strategy.sync_every, each group has losses of its own"
+                )
             if isinstance(hook, CheckpointHook):
                 if not hook.by_epoch and hook.interval > 0:
                     asked += [(f"{kind}.interval", hook.interval), (f"{kind}.save_begin", hook.save_begin)]

@@ -400,7 +400,9 @@ def test_rounds_go_on_from_checkpoints_with_the_outer_momentum(processes: int, t
     for folders in (whole, halves):
         running = []
         for old, folder in zip(whole, folders, strict=True):
-            more = dict(samples=40, optim_wrapper=sgd, **({} if folders is whole else dict(resume=str(old / "epoch_1"))))
+            more = dict(
+                samples=40, optim_wrapper=sgd, **({} if folders is whole else dict(resume=str(old / "epoch_1")))
+            )
             for place in launched(processes) if processes > 1 else [None]:
                 given = dict(min_replicas=2, inner=inner, rounds=DILOCO, more=more)
                 running.append((start(folder, lighthouse, place, **given), folder))
@@ -431,7 +433,5 @@ def test_a_checkpoint_of_the_middle_of_a_round_goes_on_from_its_start(tmp_path: 
 def test_kills_of_groups_of_processes_and_in_rounds(
     processes: int, sync_every: int | None, tmp_path: Path, lighthouse: str
 ) -> None:
-    killed = kill_at_random(
-        tmp_path, lighthouse, groups=2, kills=2, seed=3, processes=processes, sync_every=sync_every
-    )
+    killed = kill_at_random(tmp_path, lighthouse, groups=2, kills=2, seed=3, processes=processes, sync_every=sync_every)
     assert len(killed) == 2

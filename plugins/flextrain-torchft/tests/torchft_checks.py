@@ -102,7 +102,9 @@ def check_groups(
     assert [line["update"] for line in record] == list(alone)
     members = {(line["head"], folder): line for folder in folders for line in lines_of(folder / "torchft.jsonl")}
     for process in range(processes):
-        seen = {(line["head"], folder): line for folder in folders for line in lines_of(folder / f"seen_{process}.jsonl")}
+        seen = {
+            (line["head"], folder): line for folder in folders for line in lines_of(folder / f"seen_{process}.jsonl")
+        }
         for line in record:
             micro_batches = [numbers[process::processes] for numbers in alone[line["update"]]["seen"]]
             if process == 0:
@@ -188,12 +190,8 @@ def simulated(
             replica.model.load_state_dict(start)
             for line in lines:
                 assert line["groups"] == count
-                shares = [
-                    list(own_rows(numbers, group, count, processes)) for numbers in alone[line["update"]]["seen"]
-                ]
-                losses[line["update"], group] = replica.update(
-                    data, shares, last.get(line["epoch"]) == line["update"]
-                )
+                shares = [list(own_rows(numbers, group, count, processes)) for numbers in alone[line["update"]]["seen"]]
+                losses[line["update"], group] = replica.update(data, shares, last.get(line["epoch"]) == line["update"])
             ends.append({name: value.clone() for name, value in replica.model.state_dict().items()})
         with torch.no_grad():
             for name, value in start.items():

@@ -152,7 +152,9 @@ def main(given: dict[str, Any]) -> None:
         min_replicas=given.get("min_replicas", 1), exchange_timeout_s=given.get("exchange_timeout_s", 60.0),
         **given.get("rounds", {}),
     )  # fmt: skip
-    runner = runner_of(folder, strategy, [Events(**given.get("events", {}))], given.get("batch_size", BATCH), **given.get("more", {}))
+    runner = runner_of(
+        folder, strategy, [Events(**given.get("events", {}))], given.get("batch_size", BATCH), **given.get("more", {})
+    )
     runner.train()
     save(full(runner), runner, "weights.pt")
     runner.close()

@@ -35,7 +35,15 @@ EVERY_S = 6.0
 
 
 def kill_at_random(
-    folder: Path, lighthouse: str, groups: int, kills: int, seed: int, processes: int = 1, sync_every: int | None = None, pause: float = 0.05
+    folder: Path,
+    lighthouse: str,
+    groups: int,
+    kills: int,
+    seed: int,
+    processes: int = 1,
+    sync_every: int | None = None,
+    pause: float = 0.05,
+    samples: int = SAMPLES,
 ) -> list[float]:
     """Kill a group every few seconds, start it again at once, and compare the outcome with one device, or a simulation of rounds.
 
@@ -48,7 +56,7 @@ def kill_at_random(
     """
     chance = random.Random(seed)
     more: dict[str, Any] = dict(
-        samples=SAMPLES, train_cfg=dict(max_epochs=kills + 2), param_scheduler=[],
+        samples=samples, train_cfg=dict(max_epochs=kills + 2), param_scheduler=[],
         default_hooks=dict(logger=dict(interval=50), checkpoint=dict(interval=kills)),
     )  # fmt: skip
     how: dict[str, Any] = dict(exchange_timeout_s=10.0, events=dict(pause=pause))
@@ -110,7 +118,7 @@ def kill_at_random(
         initial = torch.load(folders[0] / "initial.pt")
         weights, losses = simulated(
             initial, lineage(folders), alone, nesterov, lambda parameters: torch.optim.SGD(parameters, lr=0.02),
-            processes, schedules=False, samples=SAMPLES,
+            processes, schedules=False, samples=samples,
         )  # fmt: skip
         check_groups(folders, folders, alone, weights, tolerance=1e-9, processes=processes, losses=losses)
     made = sorted(line["at"] for one in folders for line in lines_of(one / "seen_0.jsonl"))
@@ -143,9 +151,10 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.05, help="seconds before every update until the last kill")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--samples", type=int, default=SAMPLES)
     given = parser.parse_args()
     server = LighthouseServer(bind="0.0.0.0:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=3_000)
-    how = (given.groups, given.kills, given.seed, given.processes, given.sync_every, given.pause)
+    how = (given.groups, given.kills, given.seed, given.processes, given.sync_every, given.pause, given.samples)
     found = sorted(kill_at_random(given.folder, server.address(), *how))
     server.shutdown()
     same = "one device" if given.sync_every is None else "a simulation of the record"
