@@ -34,12 +34,14 @@ class Member(NamedTuple):
         head: a number that groups share whose updates were the same, see ``lineage``.
         group: a random number that this group has for as long as it is there.
         seed: the seed of its run.
+        rounds: a number that groups share who exchange at the same updates, in the same way.
     """
 
     step: int
     head: int
     group: int
     seed: int
+    rounds: int
 
 
 def check_lighthouse(address: str, timeout_s: float = 5.0) -> None:
@@ -115,7 +117,7 @@ class Groups:
             init_sync=False,  # whole checkpoints are given to a newcomer, see ``give``
         )
 
-    def meet(self, step: int, head: int, seed: int) -> list[Member] | None:
+    def meet(self, step: int, head: int, seed: int, rounds: int) -> list[Member] | None:
         """Wait for all groups that are alive, and return what each says, in their order; None if one is lost meanwhile.
 
         Raises:
@@ -135,7 +137,7 @@ class Groups:
 
         def exchange() -> list[Member]:
             self.rank, self.count = self._pg.parent.rank(), self._pg.parent.size()
-            mine = Member(step, head, self.group, seed)
+            mine = Member(step, head, self.group, seed, rounds)
             table = torch.zeros(self.count, len(mine), dtype=torch.int64)
             table[self.rank] = torch.tensor(mine)
             return [Member(*row) for row in self._sum(table).tolist()]

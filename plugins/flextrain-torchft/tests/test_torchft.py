@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +11,23 @@ from typing import Any
 import pytest
 import torch
 from flextrain_torchft import lineage, rows
+from flextrain_torchft.outer import OuterOptimizer
 from flextrain_torchft.record import FILE, append, begin, next_head
 
 from flextrain import ConfigError, StrategyError
+from flextrain.core.checkpoint import Checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
-from torchft_checks import check_equal, check_groups, ends, launched, one_device, start
+from torchft_checks import (
+    check_equal,
+    check_groups,
+    ends,
+    launched,
+    nesterov,
+    one_device,
+    simulated,
+    start,
+)
 from torchft_group import BATCH, EPOCHS, SAMPLES, UPDATES, Net, Numbered, runner_of
 from torchft_kills import kill_at_random
 
@@ -24,6 +36,8 @@ try:
 except ImportError as error:
     LighthouseServer, why_not = None, f"torchft cannot be imported: {error}"
 
+FSDP: dict[str, Any] = dict(type="FSDPStrategy", device="cpu", timeout_s=300)
+DILOCO: dict[str, Any] = dict(sync_every=3, outer_optimizer={})
 needs_torchft = pytest.mark.skipif(LighthouseServer is None, reason="" if LighthouseServer else why_not)
 
 
@@ -116,6 +130,16 @@ def test_the_lineage_leaves_out_what_was_lost(tmp_path: Path) -> None:
         (dict(inner=dict(compile=True), compile=False), "strategy.compile: disagrees with strategy.inner.compile=True"),
         (dict(inner={}, lighthouse="http://127.0.0.1:9"), "strategy.lighthouse: nothing answers at http://127.0.0.1:9 .*torchft_lighthouse"),
         (dict(inner={}), "strategy.lighthouse: missing.*torchft_lighthouse"),
+        (dict(inner={}, sync_every=0), "strategy.sync_every: 0 is not allowed, give 1 or more"),
+        (dict(inner={}, sync_every=2.5), "strategy.sync_every"),
+        (dict(inner={}, sync_evry=2), "sync_evry: .*sync_every"),
+        (dict(inner={}, outer_optimizer={}), "strategy.outer_optimizer: has no meaning without strategy.sync_every"),
+        (dict(inner={}, sync_every=2, outer_optimizer="SGD"), "strategy.outer_optimizer"),
+        (dict(inner={}, sync_every=2, outer_optimizer=dict(momentu=0.5)), "strategy.outer_optimizer.momentu: .*momentum"),
+        (dict(inner={}, sync_every=2, outer_optimizer=dict(type="SDG", lr=1.0)), 'strategy.outer_optimizer.type: "SDG" .*"SGD"'),
+        (dict(inner={}, sync_every=2, outer_optimizer=dict(type="Muon", lr=1.0)), "strategy.outer_optimizer.type: Muon is not supported, give SGD, Adam or AdamW"),
+        (dict(inner={}, sync_every=2, outer_optimizer=dict(momentum=0.0)), "strategy.outer_optimizer: Nesterov momentum requires"),
+        (dict(inner={}, sync_every=2, outer_optimizer=dict(params=[])), "strategy.outer_optimizer.params"),
     ],
 )  # fmt: skip
 def test_wrong_options(given: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +147,86 @@ def test_wrong_options(given: dict[str, Any], message: str, tmp_path: Path, monk
     with pytest.raises((ConfigError, StrategyError), match=message) as found:
         runner_of(tmp_path, dict(type="flextrain_torchft:TorchFTStrategy", **given))
     assert "\n" not in str(found.value)
+
+
+# Rounds, without processes
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (None, lambda ps: torch.optim.SGD(ps, lr=1.0)),
+        ({}, nesterov),
+        (dict(lr=0.4), lambda ps: torch.optim.SGD(ps, lr=0.4, momentum=0.9, nesterov=True)),
+        (dict(type="SGD", lr=0.4), lambda ps: torch.optim.SGD(ps, lr=0.4)),
+        (dict(type="AdamW", lr=0.4), lambda ps: torch.optim.AdamW(ps, lr=0.4)),
+    ],
+)
+def test_an_outer_optimizer_goes_on_from_a_checkpoint(given: dict[str, Any] | None, meant: Any) -> None:
+    """Three rounds of two groups, each of which adds a number; the last round is made by an optimizer that was given the state."""
+    live, other = (torch.ones(2, 2, dtype=torch.float64) for _ in range(2))
+    expected = torch.nn.Parameter(live.clone())
+    by_torch, outer = meant([expected]), OuterOptimizer(given)
+    for round_number in range(3):
+        if round_number == 2:
+            before, outer = outer, OuterOptimizer(given)
+            saved = before.entries()
+            template = outer.template(saved, {"w": live})
+            assert template.keys() == saved.keys()
+            for key, value in template.items():
+                value.copy_(saved[key])
+            outer.load({"optim.wrapper": {}, **template})
+        outer.begin({"w": live})
+        live += 0.5 * (round_number + 1)
+        other.copy_(expected.detach() - 0.25)
+        expected.grad = expected.detach() - (live + other) / 2
+        (sent,) = outer.pseudo_gradients()
+        sent += expected.detach() - other
+        outer.step(2)
+        by_torch.step()
+        check_equal({"w": live}, {"w": expected.detach()})
+    if given is None:
+        check_equal({"w": live}, {"w": expected.detach()})
+    outer.load({"optim.wrapper": {}})
+    assert not outer.entries()
+
+
+def test_state_of_another_outer_optimizer_is_left() -> None:
+    adam = {f"optim.own.outer.w.{key}": torch.ones(2) for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert not OuterOptimizer({}).template(adam, {"w": torch.ones(2)})
+    assert not OuterOptimizer(None).template({"optim.own.outer.w.momentum_buffer": torch.ones(2)}, {"w": torch.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (dict(default_hooks=dict(checkpoint=dict(interval=3, by_epoch=False))), "CheckpointHook.interval: 3 is in the middle of a round of strategy.sync_every=2 updates, give a multiple of 2"),
+        (dict(default_hooks=dict(checkpoint=dict(interval=2, by_epoch=False, save_begin=3))), "CheckpointHook.save_begin: 3 is in the middle"),
+        (dict(default_hooks=dict(checkpoint=dict(interval=2, by_epoch=False)), samples=25), "CheckpointHook.interval: 2 .* epoch of 3; save by_epoch=True"),
+        (dict(custom_hooks=[dict(type="EMAHook")]), "EMAHook: is not supported with strategy.sync_every"),
+        (dict(custom_hooks=[dict(type="LossSpikeHook")]), "LossSpikeHook: is not supported with strategy.sync_every"),
+        (
+            dict(
+                train_cfg=dict(max_iters=8, val_interval=3), val_cfg={}, val_evaluator=dict(type="Accuracy", task="multiclass", num_classes=2),
+                val_dataloader=dict(dataset=Numbered(), batch_size=6, collate_fn="default_collate"),
+                param_scheduler=[],
+            ),
+            "train_cfg.val_interval: 3 is in the middle of a round of strategy.sync_every=2 updates",
+        ),
+    ],
+)  # fmt: skip
+def test_what_needs_weights_within_a_round_is_refused(more: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listens:
+        address = f"http://127.0.0.1:{listens.getsockname()[1]}"
+        strategy = dict(
+            type="flextrain_torchft:TorchFTStrategy",
+            inner=dict(type="SingleDeviceStrategy", device="cpu"),
+            lighthouse=address,
+        )
+        with runner_of(tmp_path, dict(**strategy, sync_every=2), **more) as runner:
+            with pytest.raises(ConfigError, match=message) as found:
+                runner.train()
+            assert "\n" not in str(found.value)
 
 
 # Groups that are processes
@@ -185,9 +289,8 @@ def test_kills_at_random_moments(groups: int, tmp_path: Path, lighthouse: str) -
 def test_groups_of_two_processes_under_fsdp(tmp_path: Path, lighthouse: str) -> None:
     """A micro-batch of each process has six rows; one device has them in one of twelve; 40 samples need no filling up."""
     folders = [tmp_path / "a", tmp_path / "b"]
-    inner = dict(type="FSDPStrategy", device="cpu", timeout_s=300)
     processes = [
-        (start(folder, lighthouse, variables, min_replicas=2, inner=inner, more=dict(samples=40)), folder)
+        (start(folder, lighthouse, variables, min_replicas=2, inner=FSDP, more=dict(samples=40)), folder)
         for folder in folders
         for variables in launched(2)
     ]
@@ -201,3 +304,134 @@ def test_groups_of_two_processes_under_fsdp(tmp_path: Path, lighthouse: str) -> 
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
     _, resumed = one_device(tmp_path / "resumed", batch_size=2 * BATCH, samples=40, resume=str(folders[1] / "epoch_2"))
     check_equal(resumed, weights)
+
+
+# Rounds of groups that are processes
+
+
+@needs_torchft
+@pytest.mark.processes
+def test_rounds_of_two_groups_are_those_of_two_models(tmp_path: Path, lighthouse: str) -> None:
+    """DiLoCo: each group has its own state of AdamW; a round ends with the epoch, too. Checkpoints go on without groups."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    processes = [start(folder, lighthouse, min_replicas=2, rounds=DILOCO) for folder in folders]
+    alone, _ = one_device(tmp_path / "alone")
+    for process, folder in zip(processes, folders, strict=True):
+        ends(process, folder)
+    record = lineage(folders)
+    assert [line["round"] for line in record] == [1, 1, 1, 4, 5, 5, 5, 8, 9, 9, 9, 12]
+    weights, losses = simulated(torch.load(folders[0] / "initial.pt"), record, alone, nesterov)
+    check_groups(folders, folders, alone, weights, losses=losses)
+    assert not list(tmp_path.glob("*/round_start"))
+    _, resumed = one_device(tmp_path / "resumed", resume=str(folders[1] / "epoch_3"))
+    check_equal(resumed, weights)
+
+
+@needs_torchft
+@pytest.mark.processes
+@pytest.mark.full
+def test_local_sgd_with_fewer_samples_than_groups(tmp_path: Path, lighthouse: str) -> None:
+    """The last batch of an epoch has one sample, so that one group makes no update."""
+    folders, more = [tmp_path / "a", tmp_path / "b"], dict(samples=37)
+    processes = [start(folder, lighthouse, min_replicas=2, rounds=dict(sync_every=2), more=more) for folder in folders]
+    alone, _ = one_device(tmp_path / "alone", **more)
+    for process, folder in zip(processes, folders, strict=True):
+        ends(process, folder)
+    record = lineage(folders)
+    assert [line["rows"] for line in record[3::4]] == [[1]] * EPOCHS
+    weights, losses = simulated(torch.load(folders[0] / "initial.pt"), record, alone, None, samples=37)
+    check_groups(folders, folders, alone, weights, losses=losses)
+
+
+@needs_torchft
+@pytest.mark.processes
+@pytest.mark.full
+def test_rounds_of_groups_of_two_processes(tmp_path: Path, lighthouse: str) -> None:
+    """Training by iterations: rounds do not end with epochs. The momentum is in the checkpoints of shards."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    more: dict[str, Any] = dict(
+        samples=40, train_cfg=dict(max_iters=7), default_hooks=dict(checkpoint=dict(interval=3, by_epoch=False)),
+        param_scheduler=[dict(type="LinearLR", start_factor=0.1, end=6, by_epoch=False)],
+    )  # fmt: skip
+    processes = [
+        (start(folder, lighthouse, place, min_replicas=2, inner=FSDP, rounds=DILOCO, more=more), folder)
+        for folder in folders
+        for place in launched(2)
+    ]
+    alone, _ = one_device(tmp_path / "alone", batch_size=2 * BATCH, **more)
+    for process, folder in processes:
+        ends(process, folder)
+    record = lineage(folders)
+    assert [line["round"] for line in record] == [1, 1, 1, 4, 4, 4, 7]
+    weights, losses = simulated(
+        torch.load(folders[0] / "initial.pt"), record, alone, nesterov, processes=2, samples=40, ends_epochs=False
+    )
+    check_groups(folders, folders, alone, weights, losses=losses, processes=2)
+    _, resumed = one_device(tmp_path / "resumed", batch_size=2 * BATCH, resume=str(folders[1] / "iter_7"), **more)
+    check_equal(resumed, weights)
+    # From the second round on, in groups of one process.
+    for folder in folders:
+        again = start(
+            folder.with_name(f"{folder.name}_again"), lighthouse, min_replicas=2, rounds=DILOCO, batch_size=2 * BATCH,
+            more=dict(more, resume=str(folder / "iter_3")),
+        )  # fmt: skip
+        processes.append((again, folder.with_name(f"{folder.name}_again")))
+    for process, folder in processes[-2:]:
+        ends(process, folder)
+    again = torch.load(tmp_path / "a_again" / "weights.pt")
+    for name, value in torch.load(tmp_path / "b_again" / "weights.pt").items():
+        assert torch.equal(value, again[name])
+    state = Checkpoint.open(folders[0] / "iter_3").entries.keys()
+    assert "optim.own.outer.layers.0.weight.momentum_buffer" in state
+
+
+@needs_torchft
+@pytest.mark.processes
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [1, 2])
+def test_rounds_go_on_from_checkpoints_with_the_outer_momentum(processes: int, tmp_path: Path, lighthouse: str) -> None:
+    """Two groups that start anew after the first epoch end with the bits of two that did not.
+
+    Which group has which share may change, so the optimizer within a group has no state.
+    """
+    whole, halves = [tmp_path / "a", tmp_path / "b"], [tmp_path / "c", tmp_path / "d"]
+    sgd = dict(optimizer=dict(type="SGD", lr=0.02), accumulative_counts=2)
+    inner = FSDP if processes > 1 else dict(type="SingleDeviceStrategy", device="cpu")
+    for folders in (whole, halves):
+        running = []
+        for old, folder in zip(whole, folders, strict=True):
+            more = dict(
+                samples=40, optim_wrapper=sgd, **({} if folders is whole else dict(resume=str(old / "epoch_1")))
+            )
+            for place in launched(processes) if processes > 1 else [None]:
+                given = dict(min_replicas=2, inner=inner, rounds=DILOCO, more=more)
+                running.append((start(folder, lighthouse, place, **given), folder))
+        for process, folder in running:
+            ends(process, folder)
+    weights = [torch.load(folder / "weights.pt") for folder in (*whole, *halves)]
+    for name, value in weights[0].items():
+        assert all(torch.equal(value, other[name]) for other in weights[1:])
+
+
+@needs_torchft
+@pytest.mark.processes
+@pytest.mark.full
+def test_a_checkpoint_of_the_middle_of_a_round_goes_on_from_its_start(tmp_path: Path, lighthouse: str) -> None:
+    folder = tmp_path / "a"
+    ends(start(folder, lighthouse, rounds=DILOCO, events=dict(saves_at=5, dies_at=6)), folder, code=-9)
+    ends(start(folder, lighthouse, rounds=DILOCO, more=dict(resume=str(folder / "between"))), folder)
+    assert "round_start/iter_4: epoch 1, iteration 4" in (folder / "output.txt").read_text()
+    alone, _ = one_device(tmp_path / "alone")
+    weights, losses = simulated(torch.load(folder / "initial.pt"), lineage([folder]), alone, nesterov)
+    check_groups([folder], [folder], alone, weights, losses=losses)
+
+
+@needs_torchft
+@pytest.mark.processes
+@pytest.mark.full
+@pytest.mark.parametrize(("processes", "sync_every"), [(2, None), (1, 10), (2, 10)])
+def test_kills_of_groups_of_processes_and_in_rounds(
+    processes: int, sync_every: int | None, tmp_path: Path, lighthouse: str
+) -> None:
+    killed = kill_at_random(tmp_path, lighthouse, groups=2, kills=2, seed=3, processes=processes, sync_every=sync_every)
+    assert len(killed) == 2

@@ -1,11 +1,10 @@
-"""Trains as one group: ``python torchft_group.py OPTIONS``, a JSON object; the tests start several."""
+"""A process of a group that trains; the tests start several."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -56,12 +55,19 @@ class Events(Hook):
 
     Args:
         dies_at: iteration in whose forward the process is killed.
+        saves_at: iteration after which it saves the checkpoint ``between``.
         waits: files, each with the iteration before which the process waits for it.
         pause: seconds before every iteration, until there is a file ``hurry`` beside the ``work_dir``.
     """
 
-    def __init__(self, dies_at: int | None = None, waits: dict[str, int] | None = None, pause: float = 0.0) -> None:
-        self.dies_at, self.waits, self.pause = dies_at, waits or {}, pause
+    def __init__(
+        self,
+        dies_at: int | None = None,
+        saves_at: int | None = None,
+        waits: dict[str, int] | None = None,
+        pause: float = 0.0,
+    ) -> None:
+        self.dies_at, self.saves_at, self.waits, self.pause = dies_at, saves_at, waits or {}, pause
 
     def before_train(self, runner: Any) -> None:
         if runner.iter == 0:
@@ -81,11 +87,13 @@ class Events(Hook):
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         seen = runner.strategy.module.seen[-len(data_batch) :]  # those of the last try
-        line = dict(
-            update=runner.iter + 1, head=getattr(runner.strategy, "head", None), seen=seen, loss=outputs["loss"].item(), at=time.time()
-        )  # fmt: skip
+        open_round = getattr(runner.strategy, "made", None)
+        head = open_round[-1]["head"] if open_round else getattr(runner.strategy, "head", None)
+        line = dict(update=runner.iter + 1, head=head, seen=seen, loss=outputs["loss"].item(), at=time.time())
         with open(Path(runner.work_dir) / f"seen_{runner.rank}.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
+        if runner.iter == self.saves_at:
+            runner.save_checkpoint(runner.work_dir, "between")
 
 
 def until(path: Path, limit_s: float = 300.0) -> None:
@@ -125,6 +133,15 @@ def runner_of(
     return FlexibleRunner(**{**options, **more})
 
 
+def run(given: dict[str, Any], output: str, launched: dict[str, str]) -> None:
+    """Train as a process that a launcher has given the variables ``launched``; what it prints is added to a file."""
+    with open(output, "a") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    os.environ.update(launched)
+    main(given)
+
+
 def main(given: dict[str, Any]) -> None:
     folder = Path(given["folder"])
     if "after" in given:
@@ -133,8 +150,11 @@ def main(given: dict[str, Any]) -> None:
     strategy = dict(
         type="flextrain_torchft:TorchFTStrategy", inner=inner, lighthouse=given["lighthouse"],
         min_replicas=given.get("min_replicas", 1), exchange_timeout_s=given.get("exchange_timeout_s", 60.0),
+        **given.get("rounds", {}),
     )  # fmt: skip
-    runner = runner_of(folder, strategy, [Events(**given.get("events", {}))], **given.get("more", {}))
+    runner = runner_of(
+        folder, strategy, [Events(**given.get("events", {}))], given.get("batch_size", BATCH), **given.get("more", {})
+    )
     runner.train()
     save(full(runner), runner, "weights.pt")
     runner.close()
@@ -150,7 +170,3 @@ def full(runner: Any) -> dict[str, Tensor]:
 def save(weights: dict[str, Tensor], runner: Any, name: str) -> None:
     if runner.rank == 0:
         torch.save(weights, Path(runner.work_dir) / name)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
