@@ -312,15 +312,18 @@ def _read(hub: MessageHub, means: Mapping[str, UnreadMean]) -> dict[str, float]:
 
 def units(runner: Run) -> str:
     """Return the line that says what the figures of log lines mean."""
-    # Processes with the same samples have the same loss.
-    mean = (
-        f" loss is the mean over the {runner.world_size} processes," if runner.strategy.topology.data.count > 1 else ""
-    )
-    several = f";{mean} times and memory are those of rank 0"
+    several = _of_several(runner) if runner.world_size > 1 else ""
     return (
         "In the lines below: time and data_time in seconds per iteration, memory in MiB "
-        f"({memory_source(runner.strategy.device)}){several if runner.world_size > 1 else ''}"
+        f"({memory_source(runner.strategy.device)}){several}"
     )
+
+
+def _of_several(runner: Run) -> str:
+    # Processes with the same samples have the same loss.
+    shares = runner.strategy.topology.data.count > 1
+    mean = f" loss is the mean over the {runner.world_size} processes," if shares else ""
+    return f";{mean} times and memory are those of rank 0"
 
 
 def num_batches(runner: Run, mode: str) -> int:
