@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flextrain import Engine, StrategyError
+from flextrain import Engine, StrategyError, TrainingCopy
 from flextrain.core.comm.collectives import all_gather_object, broadcast_object, is_main
-from flextrain.runner.engine import TrainingCopy
 from flextrain.runner.transforms.lora import LoRA
 
 Row = dict[str, list[Any]]
@@ -163,6 +162,8 @@ class Worker:
     def save(self, path: str, meta: dict[str, str] | None) -> None:
         """Write a checkpoint of the adapter and its moments, which any strategy and number of processes loads."""
         self.engine.save(path, meta=meta)
+        if self._sampler[0] == path:  # it was overwritten
+            self._sampler = None, self._first
 
     def load(self, path: str, optimizer: bool) -> None:
         """Continue from a checkpoint, with its moments or without any."""

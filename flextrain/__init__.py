@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from .optim.wrapper import OptimWrapper as OptimWrapper
     from .optim.wrapper_dict import OptimWrapperDict as OptimWrapperDict
     from .runner.engine import Engine as Engine
+    from .runner.engine import TrainingCopy as TrainingCopy
     from .runner.hooks.hook import Hook as Hook
     from .runner.loops.base import BaseLoop as BaseLoop
     from .runner.metrics.base import BaseMetric as BaseMetric
@@ -133,7 +134,7 @@ REGISTERING_MODULES.update(
 _HOMES = {
     "runner.runner": ["FlexibleRunner"],
     "runner.resume.choose_checkpoint": ["ResumeFrom"],
-    "runner.engine": ["Engine"],
+    "runner.engine": ["Engine", "TrainingCopy"],
     "core.model.base_model": [
         "BaseTTAModel",
         "BaseModel",

@@ -153,20 +153,21 @@ class _AsRun:
 
 @dataclass(frozen=True, eq=False)
 class TrainingCopy:
-    """What one training has made of a model, see ``Engine.switch``; a copy, which never changes.
+    """What one training has made of a model, see ``Engine.switch``; a copy, which never changes."""
 
-    Attributes:
-        iter: its updates so far.
-    """
-
-    iter: int
     _engine: Engine
+    _progress: Mapping[str, Any]
     _calls: int
     _has_gradients: bool
     _tensors: Mapping[str, Tensor]  # of this process: trained parameters and persistent buffers
     _gradients: Mapping[str, Tensor]
     _optimizer: Mapping[str, Any]  # in canonical form
     _plain_values: dict[str, Any]
+
+    @property
+    def iter(self) -> int:
+        """Its updates so far."""
+        return int(self._progress["iter"])
 
 
 class Engine:
@@ -206,7 +207,7 @@ class Engine:
         self._is_closed, self._is_torn, self._is_checked, self._has_gradients = False, False, False, False
         self._calls = 0  # of forward_backward since the last update
         self._memory: HostCopies | None = None
-        self._is_asleep = False
+        self._is_asleep = self._is_mixed = False
         if optim is not None:
             self.strategy.check(model_class(model), optim)
         try:
@@ -459,14 +460,15 @@ class Engine:
 
         Args:
             training: what ``switch`` has returned, as often as you like. None: a new training, with the values and settings of
-                now, and without gradients and optimizer state.
+                now, and without gradients and optimizer state; what an optimizer counts in its groups is among the settings.
 
         Returns:
             A copy on the device; parameters of which a process has shards are copied in shards.
 
         Raises:
             ConfigError: there is no ``optim_wrapper``, or the training is that of another engine.
-            StrategyError: an earlier call has failed, or gradients are kept in memory of an engine (DeepSpeed) or optimizer.
+            StrategyError: an earlier call has failed, other parameters were trained then than now, a module has extra state, or gradients
+                are kept in memory of an engine (DeepSpeed) or optimizer. After another error in it the engine cannot be used.
         """
         self._check("switch")
         if self.optim_wrapper is None:
@@ -478,16 +480,20 @@ class Engine:
         if why := cannot_switch(self.strategy):
             raise StrategyError(f"Engine.switch(): {why}")
         before = self._training()
+        if training is not None and (other := training._tensors.keys() ^ before._tensors.keys()):
+            raise StrategyError(f"Engine.switch.training: {min(other)} was trained in one of the two trainings only")
+        self._is_mixed = True
         self._forget_update()
-        self._run.iter = 0
         for _, parameter in self.strategy.parameters():
             parameter.grad = None
         if training is None:
             self.strategy.load(
                 {key: value for key, value in before._optimizer.items() if not isinstance(value, Tensor)}
             )
+            self._run.load_state_dict({"epoch": 0, "iter": 0, "left": None, "validated": 0})
         else:
             self._take_up(training)
+        self._is_mixed = False
         return before
 
     def _training(self) -> TrainingCopy:
@@ -502,8 +508,9 @@ class Engine:
         }
         tensors = {name: tensor.clone() for name, tensor in self._trained()}
         return TrainingCopy(
-            self.iter, self, self._calls, self._has_gradients, tensors, gradients, optimizer, wrapper.plain_values()
-        )
+            self, self._run.state_dict(), self._calls, self._has_gradients, tensors, gradients, optimizer,
+            wrapper.plain_values(),
+        )  # fmt: skip
 
     def _take_up(self, training: TrainingCopy) -> None:
         strategy, saved = self.strategy, training._optimizer
@@ -518,11 +525,15 @@ class Engine:
         strategy.load({**{key: value for key, value in saved.items() if not isinstance(value, Tensor)}, **template})
         assert self.optim_wrapper is not None
         self.optim_wrapper.load_plain_values(training._plain_values)
-        self._calls, self._has_gradients, self._run.iter = training._calls, training._has_gradients, training.iter
+        self._run.load_state_dict(training._progress)
+        self._calls, self._has_gradients = training._calls, training._has_gradients
 
     def _trained(self) -> Iterator[tuple[str, Tensor]]:
+        assert self.optim_wrapper is not None
+        # Also those that are frozen now: they may have been trained before.
+        optimized = {id(parameter) for group in self.optim_wrapper.param_groups for parameter in group["params"]}
         for name, parameter in self.strategy.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad or id(parameter) in optimized:
                 yield name, parameter.detach()
         yield from self.strategy.buffers().items()
 
@@ -533,7 +544,7 @@ class Engine:
 
         For another program on the same device, such as one that samples. The host's memory is page-locked where the device
         can, and kept for the next time. Until ``wake`` the model's tensors have no memory, and nothing may read them. What an engine of
-        the strategy keeps besides, such as buffers of communication, stays on the device.
+        the strategy keeps besides, such as buffers of communication, stays on the device, and so do copies of ``switch``.
 
         Raises:
             StrategyError: there are gradients, or the engine sleeps already.
@@ -578,6 +589,10 @@ class Engine:
             raise StrategyError(f"Engine.{call}(): this engine is closed, make another one")
         if self._is_asleep:
             raise StrategyError(f"Engine.{call}(): this engine is asleep, call wake() first")
+        if self._is_mixed:
+            raise StrategyError(
+                f"Engine.{call}(): switch() failed between two trainings; make another engine and load a checkpoint"
+            )
         if self._is_torn and not torn:
             raise StrategyError(
                 f"Engine.{call}(): an earlier call failed in the middle of an update; call abort_update() to drop its gradients"

@@ -352,21 +352,25 @@ _side_groups: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDi
 
 
 def group_with_this_process(
-    sets: Iterable[Sequence[int]], backend: str | None = None, timeout_s: float = 1800.0, most_blocks: int | None = None
+    sets: Iterable[Sequence[int]],
+    backend: str | None = None,
+    timeout_s: float | None = None,
+    most_blocks: int | None = None,
 ) -> Any:
     """Make a process group of each of several disjoint sets of ranks; return this process's, or None; a collective.
 
     Args:
         backend: None: that of the default group.
-        timeout_s: the time limit of a message; default: torch's 30 minutes.
+        timeout_s: the time limit of a message; None: torch's 30 minutes, or by NCCL its 10.
         most_blocks: how many thread blocks a message may take while NCCL waits for it; None: as many as NCCL likes. Its variable
             NCCL_MAX_CTAS goes before.
     """
     own = None
-    timeout = datetime.timedelta(seconds=timeout_s)
-    is_nccl = most_blocks is not None and "nccl" in (backend or dist.get_backend_config())
+    timeout = _timeout(timeout_s)
     for ranks in sets:
-        options = nccl_options(most_blocks, timeout) if is_nccl and most_blocks is not None else None
+        options: Any = None
+        if most_blocks is not None and "nccl" in (backend or dist.get_backend_config()):
+            options = nccl_options(most_blocks, timeout)
         made = dist.new_group(list(ranks), backend=backend, timeout=timeout, pg_options=options)
         own = made if get_rank() in ranks else own
     return own

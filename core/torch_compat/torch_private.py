@@ -409,14 +409,15 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def nccl_options(most_blocks: int, timeout: datetime.timedelta) -> Any:
+def nccl_options(most_blocks: int, timeout: datetime.timedelta | None) -> Any:
     """Options of a group whose messages take at most so many thread blocks by NCCL. 2.6, 2.15.
 
-    The time limit is that of ``new_group``; torch warns if the options have another.
+    The time limit is that given to ``new_group``; torch warns if the options have another.
     """
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = most_blocks
-    options._timeout = timeout
+    if timeout is not None:
+        options._timeout = timeout
     return options
 
 

@@ -24,6 +24,7 @@ from ...core.base.overriding import overridden
 from ...core.base.registry import HOOKS
 from ...core.checkpoint import find_latest, is_checkpoint
 from ...core.checkpoint.untrusted import one_line
+from ..data.user_loaders import length_of
 from ..reporting.console import Table, is_interactive, log_table
 from ..reporting.log_processor import num_batches, units
 from ..reporting.opening import RunRecord, environment, opening, samples_per_iteration
@@ -471,7 +472,7 @@ class LoggerHook(Hook):
         self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
     ) -> None:
         """Write a line if it is due; the last batch's is that of the whole pass."""
-        if (batch_idx + 1) % self.interval == 0 and batch_idx + 1 != num_batches(runner, "val"):
+        if (batch_idx + 1) % self.interval == 0 and not _is_last(runner.val_loop, batch_idx):
             self._say(runner, runner.log_processor.get_log_after_iter(runner, batch_idx, "val")[1])
         if self._bar is not None:
             self._bar.evaluate("val", batch_idx + 1, num_batches(runner, "val"))
@@ -480,7 +481,7 @@ class LoggerHook(Hook):
         self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
     ) -> None:
         """Write a line if it is due; the last batch's is that of the whole pass."""
-        if (batch_idx + 1) % self.interval == 0 and batch_idx + 1 != num_batches(runner, "test"):
+        if (batch_idx + 1) % self.interval == 0 and not _is_last(runner.test_loop, batch_idx):
             self._say(runner, runner.log_processor.get_log_after_iter(runner, batch_idx, "test")[1])
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
@@ -560,3 +561,8 @@ class LoggerHook(Hook):
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and value >= 1
+
+
+def _is_last(loop: Any, batch_idx: int) -> bool:
+    """Whether a pass is known to end with this batch."""
+    return length_of(getattr(loop, "dataloader", None)) == batch_idx + 1

@@ -7,6 +7,7 @@ from functools import singledispatch
 from typing import Any
 
 from ...core.base.errors import StrategyError
+from ...core.model.module_state import keepers
 from ...optim.amp import AmpOptimWrapper
 from ...optim.canonical import OWN
 from ..base import Strategy, TrainStep
@@ -44,6 +45,8 @@ def cannot_switch(strategy: Strategy) -> str | None:
     """Return why an Engine cannot take a training out, and put another one in, see ``Engine.switch``; None: it can."""
     if own := next((key for key in strategy.state() if key.startswith(OWN)), None):
         return f"{type(strategy).__name__} keeps {own.removeprefix(OWN)}, which has no first value to begin another training with"
+    if keeper := next(iter(keepers(strategy.module)), None):
+        return f"{type(keeper[1]).__name__} (model.{keeper[0]}) has extra state (get_extra_state), of which there would be one for all trainings"
     for wrapper in strategy.optim.wrappers.values() if strategy.optim is not None else ():
         if wrapper.adapter.owns_gradients:
             kind = type(wrapper.optimizer).__name__

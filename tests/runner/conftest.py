@@ -48,8 +48,8 @@ def make_runner(folder: Path, **changes: Any) -> Any:
         "train_loop": SimpleNamespace(
             by_epoch=True, epoch_length=10, inner=0, max_iters=20, stop_training=False, start_iter=0
         ),
-        "val_loop": SimpleNamespace(num_batches=4),
-        "test_loop": SimpleNamespace(num_batches=4),
+        "val_loop": SimpleNamespace(num_batches=4, dataloader=range(4)),
+        "test_loop": SimpleNamespace(num_batches=4, dataloader=range(4)),
         "train_dataloader": SimpleNamespace(batch_size=8, sampler=None, batch_sampler=None, dataset=[]),
         "val_dataloader": None,
         "test_dataloader": None,

@@ -879,6 +879,47 @@ def test_what_cannot_be_switched() -> None:
             engine.switch()
 
 
+def test_what_is_frozen_now_belongs_to_a_training_too() -> None:
+    made = Normed()
+    with Engine(made, None, SGD) as engine:
+        made.out.requires_grad_(False)
+        first = engine.switch()
+        made.out.requires_grad_(True)
+        before = made.out.weight.clone()
+        engine.forward_backward({"x": torch.randn(8, 6)}, lambda output, batch: output.square().mean())
+        engine.optim_step()
+        made.out.requires_grad_(False)
+        assert not torch.equal(made.out.weight, before)
+        engine.switch(first)
+        assert torch.equal(made.out.weight, before)
+
+
+class Counted(Normed):
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        pass
+
+
+def test_extra_state_is_not_shared_between_trainings() -> None:
+    with Engine(Counted(), None, SGD) as engine:
+        with pytest.raises(StrategyError, match=r"Counted .* has extra state"):
+            engine.switch()
+        engine.forward({"x": torch.randn(8, 6)})
+
+
+def test_an_engine_that_failed_between_trainings_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(Mlp(), None, SGD) as engine:
+        first = engine.switch()
+        monkeypatch.setattr(engine.strategy, "load", lambda state: fails(state, None))
+        with pytest.raises(RuntimeError, match="in a loss"):
+            engine.switch(first)
+        for call in (engine.abort_update, engine.switch, functools.partial(engine.forward_backward, Mlp.sample(4, 0))):
+            with pytest.raises(StrategyError, match=r"switch\(\) failed between two trainings"):
+                call()
+
+
 @pytest.mark.full
 @pytest.mark.deepspeed
 @pytest.mark.distributed

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flextrain import ConfigError, FlexibleRunner
@@ -204,6 +205,19 @@ def test_a_real_run_writes_the_lines_of_the_seeds(new_run: Callable[..., Flexibl
     run.val()
     whole = (Path(run.log_dir) / f"{run.timestamp}.log").read_text()
     assert whole.count("Exp name: ") == whole.count("In the lines below: ") == 1, "over all that a program does with it"
+
+
+def twenty_five_batches() -> Iterator[dict[str, Tensor]]:
+    for _ in range(25):
+        yield {"inputs": torch.ones(4, 4), "targets": torch.zeros(4, dtype=torch.int64)}
+
+
+def test_a_pass_of_unknown_length_has_all_its_lines(new_run: Callable[..., FlexibleRunner]) -> None:
+    run = new_run(val_dataloader=twenty_five_batches, default_hooks={"checkpoint": None})
+    for _ in range(2):
+        run.val()
+    log = (Path(run.log_dir) / f"{run.timestamp}.log").read_text()
+    assert len(re.findall(r"Epoch\(val\) \[\d+\]?\[?[12]0/", log)) == 4, log
 
 
 class Reads(TorchDispatchMode):

@@ -145,6 +145,7 @@ class _InGroups(Strategy):
         if self.outer is not None:
             if self.round_start is None:
                 self._begin_round()
+            self._check_equal(rows)
             parts = self._micro_batches(window, rows, step)
             if not any(self._own_rows(rows)):
                 self.optim.zero_grad()  # no update of this group, rather than one by a gradient of zero
@@ -162,6 +163,18 @@ class _InGroups(Strategy):
         self._note(rows)
         self.head = self.made[-1]["head"]
         return step.mean(parts)  # type: ignore[no-any-return]
+
+    def _check_equal(self, rows: list[int]) -> None:
+        """Raise StrategyError if processes of the group have different numbers of samples: some would have none, and others some."""
+        sampler = getattr(self.run.train_loop.dataloader, "sampler", None)
+        if self.topology.world_size == 1 or getattr(sampler, "round_up", False):
+            return
+        most = torch.tensor([*rows, *(-count for count in rows)], device=self.device)
+        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+        if most.tolist() != [*rows, *(-count for count in rows)]:
+            raise StrategyError(
+                "train_dataloader: processes of a group have batches of different sizes, strategy.sync_every needs equal ones; give drop_last=True"
+            )
 
     def _note(self, rows: list[int], **more: int) -> None:
         """Write down of what an update is made."""
@@ -286,6 +299,7 @@ class _InGroups(Strategy):
                 if path.is_dir() and path.name != name:
                     shutil.rmtree(path)
         self.outer.begin(self._trained_by_name())
+        self._buffers = {name: buffer.clone() for name, buffer in self.buffers().items()}
         self.round_start = self.run.iter
 
     def _trained_by_name(self) -> dict[str, Tensor]:
@@ -309,6 +323,12 @@ class _InGroups(Strategy):
         if self.outer is None or self.round_start is None:
             return
         assert self.groups is not None
+        for name, buffer in self.buffers().items():
+            if not torch.equal(buffer, self._buffers[name]):
+                raise StrategyError(
+                    f"TorchFTStrategy: the buffer {name} has changed in training, and groups have different values; "
+                    "strategy.sync_every is for models whose buffers stay"
+                )
         done = torch.tensor([float(self.made[-1]["update"])], dtype=torch.float64)
         expected = done * self.groups.count
         was_added = self.groups.add([done])
@@ -363,10 +383,10 @@ class _InGroups(Strategy):
                 raise ConfigError(
                     f"{key}: {count} is in the middle of a round of strategy.sync_every={every} updates, give a multiple of {every}"
                 )
-            if count and loop.by_epoch and loop.epoch_length % every:
+            if count and loop.by_epoch and (loop.epoch_length is None or loop.epoch_length % every):
                 raise ConfigError(
                     f"{key}: {count} is in the middle of a round, which ends after {every} updates (strategy.sync_every) and with the "
-                    f"epoch of {loop.epoch_length}; save by_epoch=True"
+                    f"epoch of {loop.epoch_length or 'unknown length'}; save by_epoch=True"
                 )
         sampler = getattr(loop.dataloader, "sampler", None)
         if self.topology.world_size > 1 and getattr(sampler, "round_up", True) is False:

@@ -327,6 +327,29 @@ def test_rounds_of_two_groups_are_those_of_two_models(tmp_path: Path, lighthouse
     check_equal(resumed, weights)
 
 
+class Counting(Net):
+    """Has a buffer that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, *args: Any) -> Any:
+        self.count += len(args[0])
+        return super().forward(*args)
+
+
+@needs_torchft
+@pytest.mark.processes
+def test_buffers_that_a_round_changes_are_refused(tmp_path: Path, lighthouse: str) -> None:
+    inner = dict(type="SingleDeviceStrategy", device="cpu")
+    strategy = dict(type="flextrain_torchft:TorchFTStrategy", inner=inner, lighthouse=lighthouse, sync_every=2)
+    with runner_of(tmp_path, strategy, model=Counting) as runner:
+        with pytest.raises(StrategyError, match="TorchFTStrategy: the buffer count has changed in training"):
+            runner.train()
+        assert runner.iter == 1
+
+
 @needs_torchft
 @pytest.mark.processes
 @pytest.mark.full

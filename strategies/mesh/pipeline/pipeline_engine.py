@@ -195,13 +195,13 @@ class Transfers:
         for line in lines:
             if line in self._connected:
                 continue
-            self._connected.add(line)
             kind, source, target = line
             word, group = torch.zeros(1, device=self.device), self._group(kind, source, target)
             if self.index == source:
                 dist.send(word, self._ranks[target], group=group)
             elif self.index == target:
                 dist.recv(word, self._ranks[source], group=group)
+            self._connected.add(line)
 
     def send(self, message: Message, tensor: Tensor, spread: bool = False) -> None:
         """Send a tensor to the process of a stage; the memory must not change until it has arrived, or ``finish``.
