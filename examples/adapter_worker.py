@@ -1,5 +1,7 @@
 """LoRA adapters of several users on one base model, trained in turns on one Engine: the worker group of tinker_server.py.
 
+    python examples/tinker_server.py
+
 Every process runs the same commands in the same order: rank 0 takes them from a queue, and the others get them by a broadcast. Each
 adapter has gradients, moments and settings of its own, see ``Engine.switch``. A command that fails leaves its adapter as it was.
 """

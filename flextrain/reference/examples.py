@@ -194,6 +194,7 @@ _PUBLIC = {
     "DataSource": "class Squares:\n    def __len__(self):\n        return 1000\n\n    def __getitem__(self, index):\n        return index**2",
     "Strategy": "@STRATEGIES.register_module()\nclass Mine(Strategy):\n    def _wrap(self, model):\n        return model",
     "Topology": "runner.strategy.topology.data.count  # processes that train on different data",
+    "TrainingCopy": "first: TrainingCopy = engine.switch()\nengine.switch(first)",
     "Visualizer": 'runner.visualizer.add_image("sample", picture, step=runner.iter)',
     "append_event": 'append_event(runner.work_dir, "relabelled", images=12)',
     "read_events": 'starts = [event["time"] for event in read_events("work_dirs/digits") if event["event"] == "started"]',

@@ -116,11 +116,15 @@ class WorkerGroup:
         payload, modules = _pack(function, args, kwargs)
         self._start()
         port = _free_port()
-        for rank, worker in enumerate(self._workers):
-            worker.log_start = worker.log.stat().st_size
-            call = Call(payload, modules, self._environ(rank, port), str(Path.cwd()), list(sys.path))
-            worker.connection.send_bytes(pickle.dumps(call))
-        answers = self._collect(self.timeout_s)
+        try:
+            for rank, worker in enumerate(self._workers):
+                worker.log_start = worker.log.stat().st_size
+                call = Call(payload, modules, self._environ(rank, port), str(Path.cwd()), list(sys.path))
+                worker.connection.send_bytes(pickle.dumps(call))
+            answers = self._collect(self.timeout_s)
+        except BaseException:  # such as Ctrl-C: the next call would get the answers to this one
+            self._kill()
+            raise
         if self._failed(answers):
             self._raise(answers, getattr(function, "__name__", str(function)))
         return [pickle.loads(answers[rank].result or b"") for rank in range(self.world_size)]
@@ -205,10 +209,10 @@ class WorkerGroup:
         """
         groups = {worker.process.pid for worker in self._workers}
         found = {}
-        for path in Path("/proc").glob("[0-9]*/schedstat"):
+        for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # one that has ended meanwhile
-                if os.getpgid(pid := int(path.parent.name)) in groups:
-                    found[pid] = int(path.read_text().split()[1]) / 1e9
+                if os.getpgid(pid := int(path.name)) in groups:
+                    found[pid] = int((path / "schedstat").read_text().split()[1]) / 1e9
         return found
 
     def _failed(self, answers: dict[int, Answer]) -> bool:

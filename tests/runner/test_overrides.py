@@ -522,6 +522,7 @@ NO_BASES = {
     flextrain.FlexibleRunner: "a script makes one, parts are given to it",
     flextrain.Engine: "a program makes one",
     flextrain.LiveWeights: "a runner gives it to a target",
+    flextrain.TrainingCopy: "Engine.switch returns one",
     flextrain.ResumeFrom: "a hook raises it",
     flextrain.Registry: "a table of names",
     flextrain.DeviceSpec: "a record",

@@ -286,6 +286,20 @@ def compute(seconds: float) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux says how long processes wait for a processor")
+def test_a_call_that_was_interrupted_answers_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    with WorkerGroup(2) as group:
+        assert group.run(os.getenv, "RANK") == ["0", "1"]
+        with monkeypatch.context() as patch:
+            patch.setattr(group, "_queued_s", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                group.run(os.getenv, "RANK")
+        assert group.run(os.getenv, "WORLD_SIZE") == ["2", "2"]
+
+
+def interrupted() -> dict[int, float]:
+    raise KeyboardInterrupt
+
+
 def test_a_busy_processor_is_no_hang() -> None:
     """Four processes with one processor: each computes for half of the limit, and ends after twice the limit."""
     with WorkerGroup(4) as group:
