@@ -178,7 +178,7 @@ def errors_of_lookups(options: dict[str, Any], name: str) -> list[str]:
         )
         assert cast(DTensor, table.weight).placements[-1].is_shard(0)
         for index in (VOCABULARY, -1, VOCABULARY - 1):
-            batch: Any = sample(name, 4, 0)
+            batch = {key: value.to(DEVICE) for key, value in sample(name, 4, 0).items()}
             batch["input_ids"][2, 3] = index
             for is_training in (True, False):
                 try:
