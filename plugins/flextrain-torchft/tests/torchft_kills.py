@@ -55,9 +55,10 @@ def kill_at_random(
         Of each kill, the longest time between it and the next one in which no group made an update, in seconds.
     """
     chance = random.Random(seed)
+    # No group that begins anew finds a checkpoint of its own.
     more: dict[str, Any] = dict(
         samples=samples, train_cfg=dict(max_epochs=kills + 2), param_scheduler=[],
-        default_hooks=dict(logger=dict(interval=50), checkpoint=dict(interval=kills)),
+        default_hooks=dict(logger=dict(interval=50), checkpoint=dict(interval=kills + 2)),
     )  # fmt: skip
     how: dict[str, Any] = dict(exchange_timeout_s=10.0, events=dict(pause=pause))
     if processes > 1:
