@@ -136,7 +136,7 @@ class Worker:
         own = [rows[max(number, 0)] for number in numbers]
         width = max(len(row["tokens"]) for row in own)
         made = {
-            name: torch.stack([nn.functional.pad(_tensor(row[name]), (0, width - len(row[name]))) for row in own])
+            name: torch.stack([nn.functional.pad(_tensor(name, row[name]), (0, width - len(row[name]))) for row in own])
             for name in own[0]
         }
         counts = [
@@ -249,9 +249,8 @@ class Worker:
         except Exception as error:  # whoever has sent the command is told
             kind = "" if isinstance(error, CommandError) else f"{type(error).__name__}: "
             failure = kind + " ".join(str(error).split())
-            with contextlib.suppress(
-                StrategyError
-            ):  # FSDP cannot drop what an error in the middle leaves, and later commands say so
+            # FSDP cannot drop what an error in the middle leaves; later commands say so.
+            with contextlib.suppress(StrategyError):
                 self.engine.abort_update()
         failures = [each for each in all_gather_object(failure) if each is not None]
         if not failures and adapter is not None and after is not None:
@@ -259,8 +258,8 @@ class Worker:
         return result, failures[0] if failures else None
 
 
-def _tensor(values: Sequence[Any]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64 if isinstance(values[0], int) else torch.float64)
+def _tensor(name: str, values: Sequence[Any]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64 if name in ("tokens", "target_tokens") else torch.float64)
 
 
 # What a request may not hold, said before it is a command.

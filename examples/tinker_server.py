@@ -75,8 +75,7 @@ def rows_of(message: Any) -> list[Row]:
         for name, tensor in datum.loss_fn_inputs.items():
             if tensor.HasField("sparse_csr") or tensor.dtype not in DTYPES or len(tensor.shape) > 1:
                 raise ValueError(f"{where}.loss_fn_inputs.{name}: give a dense list of float32 or int64")
-            values = np.frombuffer(tensor.dense, DTYPES[tensor.dtype])
-            row[name] = (values if name == "target_tokens" else values.astype(np.float64)).tolist()
+            row[name] = np.frombuffer(tensor.dense, DTYPES[tensor.dtype]).tolist()
         found.append(row)
     return found
 

@@ -362,8 +362,7 @@ def group_with_this_process(
     Args:
         backend: None: that of the default group.
         timeout_s: the time limit of a message; None: torch's 30 minutes, or by NCCL its 10.
-        most_blocks: how many thread blocks a message may take while NCCL waits for it; None: as many as NCCL likes. Its variable
-            NCCL_MAX_CTAS goes before.
+        most_blocks: how many thread blocks a message may take while NCCL waits for it; None: as many as NCCL likes.
     """
     own = None
     timeout = _timeout(timeout_s)

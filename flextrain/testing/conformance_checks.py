@@ -271,9 +271,8 @@ def tied(tested: StrategyUnderTest) -> None:
     with tested.session(sgd()) as session:
         weights = run(session, one_each(batches(3))).weights[-1]
         held = dict(session.strategy.module.named_parameters(remove_duplicate=False))
-        uses = {
-            id(held[name]) for name in ("tokens.weight", "head.weight") if name in held
-        }  # a stage may have one of them
+        # A stage may have one of them.
+        uses = {id(held[name]) for name in ("tokens.weight", "head.weight") if name in held}
         require(len(uses) < 2, "head.weight and tokens.weight are different tensors after training")
     require("model.tokens.weight" in weights, "model.tokens.weight is missing from the state")
     require("model.head.weight" not in weights, "the tied weight is stored twice, as model.head.weight too")

@@ -63,7 +63,10 @@ def client(of: Any) -> Any:
 def datum(tokens: Sequence[int], **inputs: Any) -> Any:
     from tinker import types
 
-    given = inputs or {"weights": [1.0 + at % 2 for at in range(len(tokens) - 1)]}
+    weights = [1 + at % 2 for at in range(len(tokens) - 1)]
+    # As clients send them: floats, or a tensor of integers.
+    whole = types.TensorData(data=weights, dtype="int64", shape=[len(weights)])
+    given = inputs or {"weights": whole if len(weights) % 2 else [float(each) for each in weights]}
     return types.Datum(
         model_input=types.ModelInput.from_ints(list(tokens[:-1])),
         loss_fn_inputs={"target_tokens": list(tokens[1:]), **given},

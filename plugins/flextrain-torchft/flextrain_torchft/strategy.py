@@ -149,7 +149,8 @@ class _InGroups(Strategy):
             parts = self._micro_batches(window, rows, step)
             if not any(self._own_rows(rows)):
                 self.optim.zero_grad()  # no update of this group, rather than one by a gradient of zero
-            self._note(rows, round=self.round_start + 1)  # type: ignore[operator]
+            assert self.round_start is not None
+            self._note(rows, round=self.round_start + 1)
             return step.mean(parts)  # type: ignore[no-any-return]
         while True:
             self._members = self._meet()

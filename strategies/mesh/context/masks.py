@@ -257,7 +257,7 @@ class Mask:
 
 _OPERATORS = (
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "and", "rand", "or", "ror", "xor", "rxor", "invert", "neg",
-    "eq", "ne", "lt", "le", "gt", "ge", "bool", "len", "iter", "setitem",
+    "eq", "ne", "lt", "le", "gt", "ge", "bool", "setitem",
 )  # fmt: skip
 
 
