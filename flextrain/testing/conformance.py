@@ -112,7 +112,7 @@ class ConformanceError(FlexTrainError, AssertionError):
 
 # Checks of the basics come first, so that the first failure in the list is nearest to its cause.
 ORDER = (
-    "facts", "initial_weights", "gradients", "losses", "accumulation", "clipping", "clipping_by_value", "schedule", "frozen",
+    "facts", "initial_weights", "gradients", "losses", "lasting_errors", "accumulation", "clipping", "clipping_by_value", "schedule", "frozen",
     "unused", "tied", "evaluation", "full_weights", "precision", "overflow", "state_keys", "resume_itself", "resume_from_single",
     "resume_to_single", "refusals", "teardown",
 )  # fmt: skip

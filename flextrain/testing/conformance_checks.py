@@ -35,7 +35,7 @@ from .differences import (
     same_numbers,
     same_tensors,
 )
-from .loop import evaluate, learning_rates
+from .loop import evaluate, learning_rates, train
 from .models import Batch, ConformanceNet, PartlyUsed
 from .sessions import (
     Session,
@@ -202,6 +202,53 @@ def losses(tested: StrategyUnderTest) -> None:
     found, expected = both(tested, adamw, one_each(batches(UPDATES)))
     same_numbers(found.trace.losses, expected.trace.losses, "the loss", tested.tolerance)
     same_tensors(found.weights[-1], expected.weights[-1], "final weights", tested.tolerance)
+
+
+# While gradients stay the same, the error of a method that adds what it has left out to the next update (error feedback,
+# Karimireddy et al., arXiv:1901.09847) stays as large as that of a few updates, one at random without bias grows as the root of
+# their number, and what is lost each time as the number.
+ROUNDING = 0.08  # of the way: to 8 bits, of gradients or of the weights that they are computed with
+FALL = 0.65  # over eight times as many updates: random errors fall to 0.35, what is lost each time stays at 1
+STAGES = ((4, 32), (32, 256))  # numbers of updates; the second where little is sent at a time
+
+
+@check(
+    "what updates leave out is not lost: the difference from a single device grows more slowly than the weights move"
+)
+def lasting_errors(tested: StrategyUnderTest) -> None:
+    for early, late in STAGES:
+        before, after = _errors(tested, (early, late))
+        if after <= max(ROUNDING, FALL * before):
+            return
+    raise CheckFailedError(
+        f"after {late} updates with nearly the same gradients the weights' distance from a single device's is {after:.1%} of the "
+        f"way that they have gone, after {early} {before:.1%}: what an update leaves out is lost, add it to the next one"
+    )
+
+
+def _errors(tested: StrategyUnderTest, counts: Sequence[int]) -> list[float]:
+    """The distance of the weights from a single device's, divided by that of these from where they began, after each of ``counts``."""
+    # One batch and small steps, so that gradients change little.
+    with tested.reference(sgd(lr=1e-3)) as single:
+        start, *expected = _weights_after(single, counts)
+    with tested.session(sgd(lr=1e-3)) as session:
+        _, *found = _weights_after(session, counts)
+        errors = []
+        for ours, theirs in zip(found, expected, strict=True):
+            same_keys(ours, theirs, "weights")
+            errors.append((_update((theirs, ours), 1).norm() / _update((start, theirs), 1).norm()).item())
+        largest: list[float] = torch.tensor(tested.all_gather(errors)).amax(0).tolist()  # NaN of one process stays
+        return largest
+
+
+def _weights_after(session: Session, counts: Sequence[int]) -> list[dict[str, Tensor]]:
+    """The whole model before training and after each number of updates, all with the same batch."""
+    weights, done = [whole_model(session.strategy)], 0
+    for count in counts:
+        train(session.strategy, session.model, session.optim, [batches(1)] * (count - done))
+        weights.append(whole_model(session.strategy))
+        done = count
+    return weights
 
 
 @check("a window of micro-batches gives the same update as one large batch, also a shorter last window")
