@@ -225,7 +225,7 @@ class Strategy:
         self._spec = spec
         self.topology = Topology()  # _arrange may need rank and world size
         try:
-            with raising_together():
+            with raising_together(), dist.waiting_as_long(float(self.config.timeout_s)):
                 arranged: object = self._arrange()
                 if not isinstance(arranged, Topology):
                     raise StrategyError(
@@ -363,13 +363,15 @@ class Strategy:
         self._place(model)
         noted.names = Names(model)
         self._module = model
-        self._model = self._wrap(model)
+        with dist.waiting_as_long(float(self.config.timeout_s)):
+            self._model = self._wrap(model)
         hooked = as_made.give(self.module, type(self).__name__, self.topology)
         blueprint.follow()
         if self.config.compile:
             self._compile(self._model)
         if optim is not None:
-            optim.build(self.module)
+            with dist.waiting_as_long(float(self.config.timeout_s)):  # Muon's owners have groups
+                optim.build(self.module)
             part = f"part {self.topology.index_in_model} of the model"
             if several and (found := first_difference(recipe_of(optim), kind=part)):
                 raise StrategyError(f"{found}; every process has to be configured alike")

@@ -156,7 +156,7 @@ class StrategyConfig(Config):
     backend: str | None = None
     """Backend of the process group, such as "nccl"; gloo is added for CPU tensors if needed. None: the device's own."""
     timeout_s: float | int = pydantic.Field(1800.0, gt=0)
-    """Seconds after which waiting for other processes fails."""
+    """Seconds after which waiting for other processes fails, in every process group that is made here."""
     activation_checkpointing: ActivationCheckpointing | Literal["model"] | None = None
     """Recompute activations in backward: ``dict(classes=["Block"])`` or ``dict(check_fn=...)``; "attention" or "matmuls": the model's
     repeated blocks, but for such operations, ``dict(policy=...)``; "model": what the model's own switch chooses, such as

@@ -12,6 +12,7 @@ import importlib
 import inspect
 import json
 import multiprocessing
+import re
 import signal
 import sys
 import threading
@@ -407,6 +408,22 @@ def awaited_worker(iterator: Any) -> tuple[int, int] | None:
 def default_store() -> Any:
     """The store of the default process group. 2.6, 2.15."""
     return dist.distributed_c10d._get_default_store()
+
+
+def process_groups() -> list[Any]:
+    """The process groups that this process is in, in the order in which they were made. 2.6, 2.15."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def set_time_limit(group: Any, timeout: datetime.timedelta) -> None:
+    """Let messages of a group fail after ``timeout``, where its back end knows of one. 2.6, 2.15."""
+    if _HAS_TIME_LIMIT.isdisjoint(re.split("[:,]", dist.get_backend_config(group))):
+        return
+    set_timeout = getattr(dist.distributed_c10d, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timeout, group)
+
+
+_HAS_TIME_LIMIT = {"gloo", "nccl", "hccl", "xccl"}
 
 
 def nccl_options(most_blocks: int, timeout: datetime.timedelta | None) -> Any:
