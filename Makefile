@@ -13,7 +13,7 @@ PYTEST_SESSIONS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() 
 PYTEST = $(PY) -m pytest --numprocesses $(PYTEST_SESSIONS) --dist worksteal $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs types-and-docs test test-fast test-full test-fuzz test-cluster test-oldest test-newest test-gpu test-npu test-mmengine test-openmmlab async-io npu-sources lint types unit pytest release-check \
+.PHONY: help demo docs types-and-docs test test-fast test-full test-fuzz test-cluster test-oldest test-newest test-gpu test-npu test-mmengine test-openmmlab async-io npu-sources npu-device lint types unit pytest release-check \
 	bench format clean distclean
 
 help:
@@ -88,7 +88,7 @@ types: $(VENV)/.installed-dev
 	@$(PIP) install --quiet --no-deps --no-build-isolation --target build/types .
 	cd build/types && ../../$(PY) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p flextrain
 
-types-and-docs: types
+types-and-docs: npu-device types
 	@$(MAKE) --no-print-directory docs
 
 # NO_MKDOCS_2_WARNING: a notice about other products, on every build. Not --quiet: what is not shown does not count for --strict.
@@ -103,6 +103,10 @@ pytest: $(VENV)/.installed-dev
 # torch_npu's sources (44 MB, once) for the tests of its optimizers, which are skipped where they cannot be had.
 npu-sources: $(VENV)/pyvenv.cfg
 	@$(PY) tests/npu/fetch_torch_npu.py || true
+
+# Compiled while pytest collects; its sessions would all wait for it. They say what is missing where it cannot be compiled.
+npu-device: $(VENV)/.installed-dev
+	@$(PY) -c "from tests.npu.simulated import built; built()" >/dev/null 2>&1 || true
 
 # MMEngine's own tests, downloaded and translated, with flextrain in MMEngine's place.
 test-mmengine: $(VENV)/.installed-dev

@@ -26,6 +26,7 @@ from ..core.hugging_face.transformers_private import keep_documents_apart
 from ..core.model.base_model import overrides
 from ..core.model.module_state import check_savable, check_sizes, check_trainable, tensor_names
 from ..core.random.generators import drawing_apart
+from ..core.torch_compat.torch_private import process_groups, set_time_limit
 from ..optim.canonical import GROUP, STATE, hyper_parameters, restored_hyper_parameters, split_key
 from ..optim.gradients import ModelGroup
 from ..optim.wrapper import OptimWrapper
@@ -151,6 +152,7 @@ class Strategy:
     """Checks of ``check_strategy`` in which it may differ from one device, each with the reason."""
     tolerance: ClassVar[float | Mapping[str, float] | None] = None
     """Relative difference from one device that ``check_strategy`` counts as rounding, of all checks or by name; None: the kit's own."""
+    _earlier_groups: Sequence[Any] = ()  # process groups of others, whose time limits are not changed
     _given_as: Mapping[str, str] = MappingProxyType({})  # where options that are not under ``strategy`` were given
     interface_version: ClassVar[int | range] = INTERFACE_VERSION
     """The version of this interface that a class is written for; a package states it, and another one is refused."""
@@ -222,15 +224,14 @@ class Strategy:
         if not dist.is_alone():
             meet(self, "Strategy.join()")
             self._check_devices()
-        self._spec = spec
-        self.topology = Topology()  # _arrange may need rank and world size
+            self._earlier_groups = process_groups()
+        self._spec, self.topology = spec, Topology()  # _arrange may need rank and world size
         try:
-            with raising_together(), dist.waiting_as_long(float(self.config.timeout_s)):
+            with raising_together():
                 arranged: object = self._arrange()
                 if not isinstance(arranged, Topology):
                     raise StrategyError(
-                        f"{type(self).__name__}._arrange: gave {type(arranged).__name__}, return Topology(data=DataShard(index, "
-                        "count, group))"
+                        f"{type(self).__name__}._arrange: gave {type(arranged).__name__}, return Topology(data=DataShard(index, count, group))"
                     )
                 self.topology = arranged
                 use_shard(arranged.data)
@@ -363,15 +364,13 @@ class Strategy:
         self._place(model)
         noted.names = Names(model)
         self._module = model
-        with dist.waiting_as_long(float(self.config.timeout_s)):
-            self._model = self._wrap(model)
+        self._model = self._wrap(model)
         hooked = as_made.give(self.module, type(self).__name__, self.topology)
         blueprint.follow()
         if self.config.compile:
             self._compile(self._model)
         if optim is not None:
-            with dist.waiting_as_long(float(self.config.timeout_s)):  # Muon's owners have groups
-                optim.build(self.module)
+            optim.build(self.module)
             part = f"part {self.topology.index_in_model} of the model"
             if several and (found := first_difference(recipe_of(optim), kind=part)):
                 raise StrategyError(f"{found}; every process has to be configured alike")
@@ -388,7 +387,14 @@ class Strategy:
             noted.at_setup = tensor_names(self.module)
         if several:
             noted.names.gather(self.module)
+            self._limit_groups()
         return self._model, optim
+
+    def _limit_groups(self) -> None:
+        """Give the process groups that were made since ``join`` the limit ``timeout_s``: torch gives those of meshes its own."""
+        for group in process_groups():
+            if group not in self._earlier_groups:
+                set_time_limit(group, self.config.timeout_s)
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         """Raise if this strategy does not support the model, or the settings of the wrapper."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..torch_compat.torch_private import default_store, nccl_options, process_groups, set_time_limit, with_values
+from ..torch_compat.torch_private import default_store, nccl_options, with_values
 from .rendezvous import choose_interface, host_of, store_of_group
 
 # A gloo thread needs the GIL to release the tensor that it has just sent, shortly after the collective has returned.
@@ -425,22 +425,6 @@ def group_of(ranks: Sequence[int]) -> Iterator[Any]:
     finally:
         if group is not None:
             dist.destroy_process_group(group)
-
-
-@contextmanager
-def waiting_as_long(timeout_s: float) -> Iterator[None]:
-    """Context in which process groups are made whose messages have this time limit, in seconds.
-
-    Torch gives those of meshes, and those that other libraries make, its own: 30 minutes, or by NCCL 10.
-    """
-    if not dist.is_available() or not dist.is_initialized():
-        yield
-        return
-    before = set(process_groups())
-    yield
-    for group in process_groups():
-        if group not in before:
-            set_time_limit(group, datetime.timedelta(seconds=timeout_s))
 
 
 def carries_cpu_tensors(backend: str) -> bool:

@@ -415,12 +415,12 @@ def process_groups() -> list[Any]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
-def set_time_limit(group: Any, timeout: datetime.timedelta) -> None:
-    """Let messages of a group fail after ``timeout``, where its back end knows of one. 2.6, 2.15."""
+def set_time_limit(group: Any, seconds: float) -> None:
+    """Let messages of a group fail after ``seconds``, where its back end knows of a limit. 2.6, 2.15."""
     if _HAS_TIME_LIMIT.isdisjoint(re.split("[:,]", dist.get_backend_config(group))):
         return
     set_timeout = getattr(dist.distributed_c10d, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    set_timeout(timeout, group)
+    set_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 _HAS_TIME_LIMIT = {"gloo", "nccl", "hccl", "xccl"}

@@ -295,11 +295,11 @@ class MeshStrategy(FSDPStrategy):
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """See Strategy."""
         called, optim = super().setup(model, optim)
-        with dist.waiting_as_long(float(self.config.timeout_s)):
-            for axis in self._axes:
-                for wrapper in optim.wrappers.values() if optim is not None else ():
-                    axis.check_optimizer(wrapper)
-                axis.finish(called, optim)
+        for axis in self._axes:
+            for wrapper in optim.wrappers.values() if optim is not None else ():
+                axis.check_optimizer(wrapper)
+            axis.finish(called, optim)
+        self._limit_groups()
         return called, optim
 
     def _choose_units(self, model: nn.Module) -> list[nn.Module]:

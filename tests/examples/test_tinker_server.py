@@ -47,10 +47,15 @@ def served(flags: Sequence[str], drive: Callable[[str], Any] | None) -> Any:
     return found[0] if found else None
 
 
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+
+
 def service(address: str) -> Any:
     import os
 
-    os.environ["TINKER_TELEMETRY"] = "0"
+    os.environ["TINKER_TELEMETRY"] = "0"  # in workers too
     import tinker
 
     return tinker.ServiceClient(base_url=address, api_key="tml-test")
@@ -193,16 +198,20 @@ def sampled(address: str) -> Any:
         text = [*TEXTS[0], *tokens]
         given = one.training.forward([datum(text)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
         one.turn(3)
-        path = one.training.save_weights_for_sampler("later").result().path
+        path = one.training.save_state("later").result().path
         later = of.create_sampling_client(model_path=path).result()
         stopped = sample(before, temperature=0.0, stop=[tokens[1]])
+        newer = sample(later, temperature=0.0)
+        one.turn(5)
+        one.training.save_state("later", overwrite=True).result()
         return {
+            "later": newer,
+            "overwritten": sample(later, temperature=0.0),
             "greedy": greedy,
             "again": sample(before, temperature=0.0),
             "of the training": list(given[-5:]),
             "seeded": [sample(before, seed=seed, temperature=1.5) for seed in (1, 1, 2)],
             "base": sample(base, temperature=0.0),
-            "later": sample(later, temperature=0.0),
             "stopped": stopped,
         }
 
@@ -220,6 +229,7 @@ def check_samples(found: Any) -> None:
     assert first[0] != first[1]
     assert found["greedy"][0][1] != found["base"][0][1]
     assert found["greedy"][0][1] != found["later"][0][1]
+    assert found["later"][0][1] != found["overwritten"][0][1]
     assert found["stopped"][0][0] == tokens[: tokens.index(tokens[1]) + 1]
     assert found["stopped"][0][2] == "stop"
 
