@@ -62,8 +62,10 @@ LEFT_TO_FULL_UNKNOWN = pytest.StashKey[list[str]]()
 """Its lines that name no test; known where all tests are collected."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
-def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before tests are chosen by their markers
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
     left = {line for line in LEFT_TO_FULL.read_text().splitlines() if not line.startswith("#")}
     found = set()
     for item in items:
@@ -76,6 +78,20 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     # For a test: an error here would end a session of xdist without its words, and hide a module that cannot be imported.
     is_whole = config.args == config.getini("testpaths") and not config.option.ignore and not session.testsfailed
     config.stash[LEFT_TO_FULL_UNKNOWN] = sorted(left - found) if is_whole else []
+    yield
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items[:] = in_one_session(items)
+
+
+def in_one_session(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Tests of the simulated device, whose processes take seconds to start, where the first session comes to them early.
+
+    Each session has a part of the list, and those that are done take tests from the end of another's part.
+    """
+    slow = [item for item in items if "simulated_npu" in getattr(item, "fixturenames", ())]
+    rest = [item for item in items if "simulated_npu" not in getattr(item, "fixturenames", ())]
+    start = len(rest) // 10
+    return rest[:start] + slow + rest[start:]
 
 
 def pytest_collection() -> None:

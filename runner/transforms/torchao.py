@@ -150,11 +150,15 @@ class Quantize:
     def __call__(self, module: nn.Module) -> None:
         """Quantise the layers in place."""
         quantization = import_extra("torchao.quantization", "torchao", self._where)
-        chosen = self._chosen.of(module)
+        chosen, precision = self._chosen.of(module), torch.get_float32_matmul_precision()
         try:
             quantization.quantize_(module, self._config, filter_fn=lambda _, name: name in chosen)
         except (ImportError, RuntimeError, AssertionError, NotImplementedError) as error:
             raise ConfigError(f"{self._where}: Quantize is not possible here, {one_line(error)[:200]}") from error
+        finally:
+            torch.set_float32_matmul_precision(
+                precision
+            )  # earlier versions set "high", for the products of all other layers
         for layer in chosen.values():
             layer.weight.requires_grad_(False)
 

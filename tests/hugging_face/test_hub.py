@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from packaging.version import Version
 
 pytest.importorskip("transformers")
 
@@ -241,8 +243,11 @@ def test_what_the_hub_refuses_at_once(
     advice = "give a token that may write to it, HF_TOKEN or hf auth login"
     with pytest.raises(CheckpointError, match=f"refuses tiny, 401: Invalid .*; {advice}$"):
         push_to_hub(checkpoint, "tiny", license="mit", token="hf_wrong", folder=out)
-    with pytest.raises(CheckpointError, match="license is not one of apache-2.0"):
-        push_to_hub(checkpoint, "tiny", license="unknown", folder=out)
+    if Version(importlib.metadata.version("huggingface_hub")) >= Version(
+        "2"
+    ):  # earlier ones check it before the commit
+        with pytest.raises(CheckpointError, match="license is not one of apache-2.0"):
+            push_to_hub(checkpoint, "tiny", license="unknown", folder=out)
     with pytest.raises(
         CheckpointError, match="push: a--b was not pushed to .*, Cannot have -- or .. in repo_id: 'me/a--b'"
     ):

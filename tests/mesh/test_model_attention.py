@@ -159,11 +159,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def refusals() -> dict[str, str]:
+def refusals(names: list[str]) -> dict[str, str]:
     """In a worker: what is said of each, before its first update."""
     torch.set_num_threads(1)
     found = {}
-    for name in REFUSED:
+    for name in names:
         kind, change = name.partition(", ")[0], name.partition(", ")[2]
         of_model, of_strategy = OPTIONS.get(name, ({}, {}))
         strategy = MeshStrategy(device=DEVICE, cp=2, **of_strategy)
@@ -180,8 +180,10 @@ def refusals() -> dict[str, str]:
 
 
 def test_what_is_refused(workers2: WorkerGroup) -> None:
-    for found in workers2.run(refusals):
-        assert {name: message for name, message in REFUSED.items() if message not in found.get(name, "")} == {}, found
+    transformers = pytest.importorskip("transformers")
+    known = [name for name in REFUSED if hasattr(transformers, f"{CONFIGS[name.partition(', ')[0]][0]}Config")]
+    for found in workers2.run(refusals, known):
+        assert {name: REFUSED[name] for name in known if REFUSED[name] not in found.get(name, "")} == {}, found
         assert not any("\n" in message for message in found.values())
 
 

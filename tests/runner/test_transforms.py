@@ -430,6 +430,16 @@ def test_layers_that_cannot_compute_in_float8(model: Callable[[], nn.Module], me
     assert str(caught.value).startswith(f"Float8Training: {message}")
 
 
+def test_quantising_leaves_the_precision_of_other_products() -> None:
+    """torchao 0.13 lets all products of float32 be computed in TF32."""
+    pytest.importorskip("torchao")
+    from flextrain.runner.transforms.torchao import Quantize
+
+    before = torch.get_float32_matmul_precision()
+    Quantize("Int8WeightOnlyConfig")(nn.Sequential(nn.Linear(64, 64)))
+    assert torch.get_float32_matmul_precision() == before
+
+
 def test_a_quantised_base_under_adapters(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     pytest.importorskip("peft", minversion="0.20")  # earlier ones want the quantiser of transformers
