@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 from flextrain_torchft import lineage, rows
 from flextrain_torchft.outer import OuterOptimizer
 from flextrain_torchft.record import FILE, append, begin, next_head
+from torch.utils.data import Sampler
 
 from flextrain import ConfigError, StrategyError
 from flextrain.core.checkpoint import Checkpoint
@@ -364,6 +366,43 @@ def test_local_sgd_with_fewer_samples_than_groups(tmp_path: Path, lighthouse: st
     assert [line["rows"] for line in record[3::4]] == [[1]] * EPOCHS
     weights, losses = simulated(torch.load(folders[0] / "initial.pt"), record, alone, None, samples=37)
     check_groups(folders, folders, alone, weights, losses=losses)
+
+
+class Strided(Sampler[int]):
+    """Divides samples, and makes no parts equal."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.numbers = range(int(os.environ.get("RANK", "0")), len(dataset), 2)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+@needs_torchft
+@pytest.mark.processes
+@pytest.mark.full
+def test_uneven_samples_within_a_group_are_refused_in_a_round(tmp_path: Path, lighthouse: str) -> None:
+    """The last batches of an epoch have three samples and two."""
+    loader = dict(
+        dataset=Numbered(37),
+        batch_size=4,
+        num_workers=0,
+        collate_fn="default_collate",
+        sampler=dict(type=Strided),
+        shard=False,
+    )
+    more = dict(train_dataloader=loader)
+    places = launched(2)
+    processes = [
+        start(tmp_path, lighthouse, place, inner=FSDP, rounds=dict(sync_every=2), more=more) for place in places
+    ]
+    for process in processes:
+        ends(process, tmp_path, code=1)
+    said = (tmp_path / "output.txt").read_text()
+    assert said.count("StrategyError: train_dataloader: processes of a group have batches of different sizes") >= 2
 
 
 @needs_torchft
