@@ -17,6 +17,7 @@ from ...core.base.tensors import bytes_of
 from ...core.comm.agreement import gather_differing
 from ...core.comm.topology import gathering_refused
 from ...core.model.base_model import class_name, overrides
+from ...core.model.module_state import modes_of
 from ...strategies.base import Strategy
 from ...strategies.parts import full_weights
 from ...strategies.parts.whole_weights import buffers_kept
@@ -228,7 +229,7 @@ class EvalLoop(BaseLoop):
         runner.stepper.check_prediction(self.mode)
         runner.call_hook(f"before_{self.mode}")
         runner.call_hook(f"before_{self.mode}_epoch")
-        was_training = runner.model.training
+        back_to_training = modes_of(runner.model)
         runner.model.eval()
         idx = -1
         with closing(self.batches()) as batches:
@@ -239,7 +240,7 @@ class EvalLoop(BaseLoop):
                 f"{self.mode}_dataloader: {name_of(self.dataloader)} gives no batch, evaluation needs one"
             )
         metrics = self.evaluator.evaluate(self._num_kept())
-        runner.model.train(was_training)
+        back_to_training()
         runner.call_hook(f"after_{self.mode}_epoch", metrics=metrics)
         runner.call_hook(f"after_{self.mode}")
         return metrics
