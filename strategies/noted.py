@@ -300,15 +300,17 @@ class AsAtSetup:
 
     Args:
         module: returns the user's model, as it is between updates.
-        arranged: what is refused besides parameters that were replaced.
+        arranged: what is refused besides parameters that were replaced, and those of no optimizer that were thawed.
+        groups: of the optimizers.
     """
 
-    def __init__(self, module: Callable[[], nn.Module], arranged: Arranged) -> None:
+    def __init__(self, module: Callable[[], nn.Module], arranged: Arranged, groups: list[dict[str, Any]]) -> None:
         self._module, self._arranged = module, arranged
         self._named = list(module().named_parameters())
         self._trained = {id(parameter) for _, parameter in self._named if parameter.requires_grad}
         self._at_setup = [(name, p, p.requires_grad, gradient_hooks(p)) for name, p in self._named]
-        self._watched = [p for _, p in self._named] if arranged != Arranged() else []
+        self._nobodys = {id(p) for _, p in self._named} - self._trained - {id(p) for g in groups for p in g["params"]}
+        self._watched = [p for _, p in self._named if arranged != Arranged() or id(p) in self._nobodys]
         self._note_tables()
         self._note_states()
 
@@ -337,6 +339,11 @@ class AsAtSetup:
                 raise StrategyError(
                     f"model: {name} {states} when training was set up, {why}; use "
                     'strategy="fsdp", or end this run and begin another with load_from'
+                )
+            if parameter.requires_grad and id(parameter) in self._nobodys:
+                raise StrategyError(
+                    f"model: {name} is trainable now, and no optimizer has it: it was frozen when training was set up, and left out of "
+                    "every group of optim_wrapper; put it into one, or thaw it before the runner is made"
                 )
             if gradient_hooks(parameter) > hooks and self._arranged.hooked:
                 raise StrategyError(
