@@ -381,7 +381,7 @@ class Strategy:
         self._puts_off_sync = type(self).grad_sync is not Strategy.grad_sync or bool(overridden(self, "grad_sync"))
         self._check_precision()
         if optim is not None:
-            noted.unchanged = AsAtSetup(lambda: self.module, self._arranged(), optim.param_groups)
+            noted.unchanged = AsAtSetup(lambda: self.module, self._arranged(), optim)
             check_savable(self.module, left_out(self))
             noted.at_setup = tensor_names(self.module)
         if several:
