@@ -18,6 +18,7 @@ from ..core.base.config import Config, check_call, refuse_foreign, validate
 from ..core.base.errors import ConfigError, counted, one_of, suggest
 from ..core.base.overriding import refuse_misspelled, refuse_unused
 from ..core.base.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
+from ..core.base.trees import tree_map_only
 from ..core.device.precision import acts_as_norm
 from ..core.torch_compat.torch_private import has_values
 from .adapters import OF_OTHERS, has_own_adapter, updates_matrices
@@ -81,8 +82,9 @@ def merged(groups: Any, where: str, kind: str) -> list[dict[str, Any]]:
 
 
 def settings_of(group: Mapping[str, Any]) -> str:
-    """Return the settings of a group as text, to compare them."""
-    return repr(sorted((key, repr(value)) for key, value in group.items() if key != "params"))
+    """Return the settings of a group as text, to compare them; a tensor's own text has four digits."""
+    plain = {key: tree_map_only(Tensor, Tensor.tolist, value) for key, value in group.items() if key != "params"}
+    return repr(sorted((key, repr(value)) for key, value in plain.items()))
 
 
 def checked_groups(

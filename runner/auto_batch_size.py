@@ -127,8 +127,10 @@ class _Trial:
         self._run = own = copy.copy(run)
         self._dataloader = {key: value for key, value in dataloader.items() if key != first_samples.KEY}
         given = {**parts.config.given, "train_dataloader": {**dataloader, "batch_size": 1}}
-        if isinstance(given["model"], nn.Module):
-            given["model"] = copy.deepcopy(given["model"])
+        if isinstance(model := given["model"], nn.Module):
+            given["model"] = copy.deepcopy(model)
+        elif callable(model) and not isinstance(model, type):  # a function may give the same module every time
+            given["model"] = lambda: copy.deepcopy(model())
         own.strategy = type(strategy)(
             **{key: getattr(strategy.config, key) for key in strategy.config.model_fields_set}
         )

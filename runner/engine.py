@@ -20,6 +20,7 @@ from ..core.device.host_copies import HostCopies
 from ..core.hugging_face.pretrained import describe, pretrained_in
 from ..core.model.base_model import module_to_set_up, run_forward
 from ..core.model.batch_keys import input_keys
+from ..core.model.module_state import modes_of
 from ..core.random.generators import draw_seed, set_seed
 from ..optim.schedulers.replay import set_value, value_of
 from ..optim.wrapper import OptimWrapper
@@ -377,13 +378,12 @@ class Engine:
         self._check("forward", torn=True)
         self._refuse_parts("output_fn", output_fn, batch)
         self._stepper.predict_by(output_fn)
-        training = [part for part in self.model.modules() if part.training]
+        back_to_training = modes_of(self.model)
         self.model.eval()
         try:
             return self._stepper.evaluate(batch, "val")
         finally:
-            for part in training:
-                part.training = True
+            back_to_training()
 
     def _refuse_parts(self, name: str, function: Any, batch: Any) -> None:
         if function is not None and self._stepper.cuts(batch):

@@ -200,7 +200,7 @@ class Parts:
             raise ConfigError("auto_scale_lr: the batch size of train_dataloader is not known, scale the rate yourself")
         real = size * self._run.strategy.topology.data.count * optim.accumulate
         for group in optim.param_groups:
-            group["lr"] *= real / base
+            group["lr"] = group["lr"] * (real / base)  # groups may share a tensor
         return f"Learning rates times {real / base:.4g}: {real} samples per update, chosen for {base}"
 
     def end_workers(self) -> None:

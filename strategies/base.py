@@ -350,9 +350,8 @@ class Strategy:
         if optim is not None:
             optim.attach(self.device, self.autocast)
             self.precision = optim.precision
-        if optim is not None and self.topology.model is None:  # otherwise another process may have what is trained
-            check_trainable(model)
-        if optim is not None:
+            if self.topology.model is None:  # otherwise another process may have what is trained
+                check_trainable(model)
             optim.examine(model)
         self._check_request(model, optim)
         noted = self.noted
@@ -382,7 +381,7 @@ class Strategy:
         self._puts_off_sync = type(self).grad_sync is not Strategy.grad_sync or bool(overridden(self, "grad_sync"))
         self._check_precision()
         if optim is not None:
-            noted.unchanged = AsAtSetup(lambda: self.module, self._arranged())
+            noted.unchanged = AsAtSetup(lambda: self.module, self._arranged(), optim)
             check_savable(self.module, left_out(self))
             noted.at_setup = tensor_names(self.module)
         if several:

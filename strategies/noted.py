@@ -29,6 +29,7 @@ from ..core.torch_compat.torch_private import (
     tensors_of,
     users_gradient_hooks,
 )
+from ..optim.schedulers.base import HasParamGroups
 from .gradient_hooks import Hooked
 
 # Names: parameter and buffer names of the whole model, their aliases, and which process holds and saves each.
@@ -300,15 +301,17 @@ class AsAtSetup:
 
     Args:
         module: returns the user's model, as it is between updates.
-        arranged: what is refused besides parameters that were replaced.
+        arranged: what is refused besides parameters that were replaced, and those of no optimizer that were thawed.
+        optim: has the groups of all optimizers.
     """
 
-    def __init__(self, module: Callable[[], nn.Module], arranged: Arranged) -> None:
-        self._module, self._arranged = module, arranged
+    def __init__(self, module: Callable[[], nn.Module], arranged: Arranged, optim: HasParamGroups) -> None:
+        self._module, self._arranged, self._optim = module, arranged, optim
         self._named = list(module().named_parameters())
         self._trained = {id(parameter) for _, parameter in self._named if parameter.requires_grad}
         self._at_setup = [(name, p, p.requires_grad, gradient_hooks(p)) for name, p in self._named]
-        self._watched = [p for _, p in self._named] if arranged != Arranged() else []
+        known = {id(p) for group in optim.param_groups for p in group["params"]} | self._trained
+        self._watched = [p for _, p in self._named if arranged != Arranged() or id(p) not in known]
         self._note_tables()
         self._note_states()
 
@@ -331,12 +334,18 @@ class AsAtSetup:
         self._note_tables()
 
     def _check_states(self) -> None:
+        optimized = {id(p) for group in self._optim.param_groups for p in group["params"]}
         for name, parameter, was_trained, hooks in self._at_setup:
             if parameter.requires_grad is not was_trained and (why := self._why_not(was_trained)):
                 states = "is frozen now and was trainable" if was_trained else "is trainable now and was frozen"
                 raise StrategyError(
                     f"model: {name} {states} when training was set up, {why}; use "
                     'strategy="fsdp", or end this run and begin another with load_from'
+                )
+            if parameter.requires_grad and not was_trained and id(parameter) not in optimized:
+                raise StrategyError(
+                    f"model: {name} is trainable now, and no optimizer has it: it was frozen when training was set up, and left out of "
+                    "every group of optim_wrapper; put it into one, or thaw it before the runner is made"
                 )
             if gradient_hooks(parameter) > hooks and self._arranged.hooked:
                 raise StrategyError(

@@ -1,4 +1,4 @@
-"""Extra state of modules (``get_extra_state``), checks that a checkpoint can hold all state of a model, and buffers put back.
+"""Extra state of modules (``get_extra_state``), checks that a checkpoint can hold all state of a model, modes and buffers put back.
 
 A checkpoint has the extra state of the module ``name`` under ``extra_state.<name>``. In its value ``{"tensor": 0}``
 stands for the tensor ``extra_state.<name>/0``. Tuples and the keys of dicts keep their types.
@@ -197,6 +197,24 @@ def make_buffers(
         if getattr(owner, leaf, None) is None:
             with suppress(KeyError):  # the name belongs to an attribute that is not a buffer
                 owner.register_buffer(leaf, torch.zeros(shape, dtype=dtype, device=device))
+
+
+# Training modes, put back.
+
+
+def modes_of(module: nn.Module) -> Callable[[], None]:
+    """Return a function that gives each module the training mode that it has now.
+
+    It calls ``train`` of those that have another one: a class may do more there, such as take an adapter off its weight.
+    """
+    before = [(part, part.training) for part in module.modules()]
+
+    def restore() -> None:
+        for part, training in before:  # a module comes before those in it, whose modes it sets too
+            if part.training is not training:
+                part.train(training)
+
+    return restore
 
 
 # Buffers that forward writes to.

@@ -379,8 +379,8 @@ class ReduceOnPlateauParamScheduler(ParamScheduler):
             self.cooldown_counter -= 1
             self.num_bad_epochs = 0
         if self.num_bad_epochs > self.patience:
-            for group, minimum in zip(self.optimizer.param_groups, self._minima(), strict=True):
-                value = float(self._read(group))
+            values = self.get_values()  # read before one is written, because groups may share a tensor
+            for group, value, minimum in zip(self.optimizer.param_groups, values, self._minima(), strict=True):
                 reduced = max(value * self.factor, minimum)
                 if value - reduced > self.eps:
                     self._write(group, reduced)

@@ -16,6 +16,7 @@ from ...core.comm import collectives as dist
 from ...core.comm.agreement import roll_call
 from ...core.comm.topology import gathering
 from ...core.device.device import peak_apart
+from ...core.model.module_state import modes_of
 from ...core.random.generators import kept_random_state
 from ...core.torch_compat.torch_private import without_compiling
 from ..data.first_batches import first_batches, only_once, parts_of
@@ -103,7 +104,7 @@ class DryPass:
             stack.callback(Snapshot(parts, apart).restore)
             # Weights that an autocast around train() casts here would have no gradients in training.
             stack.callback(torch.clear_autocast_cache)
-            stack.callback(_set_modes, [(part, part.training) for part in runner.model.modules()])
+            stack.callback(modes_of(runner.model))
             runner.model.eval()
             yield
 
@@ -239,11 +240,6 @@ def _told(failure: Exception | None, in_forward: bool) -> list[_Report | None]:
 
 def _is_the_user_s(kind: Any) -> bool:
     return getattr(kind, "__module__", "").partition(".")[0] != _LIBRARY
-
-
-def _set_modes(modes: list[tuple[torch.nn.Module, bool]]) -> None:
-    for module, training in modes:
-        module.training = training
 
 
 def _is_certain(error: Exception) -> bool:

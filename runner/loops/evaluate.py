@@ -17,6 +17,7 @@ from ...core.base.tensors import bytes_of
 from ...core.comm.agreement import gather_differing
 from ...core.comm.topology import gathering_refused
 from ...core.model.base_model import class_name, overrides
+from ...core.model.module_state import modes_of
 from ...strategies.base import Strategy
 from ...strategies.parts import full_weights
 from ...strategies.parts.whole_weights import buffers_kept
@@ -78,7 +79,7 @@ class WholeEvaluation:
     ) -> None:
         self._runner, self._metrics, self._mode, self._limit = runner, metrics, mode, memory_limit
         self._given = predicts
-        self._stepper: Stepper | None = None
+        self.stepper: Stepper | None = None  # of this process, while it predicts with whole weights
         self._has_told = False
         self.is_open = False
         """Whether predictions are made with whole weights now."""
@@ -104,7 +105,7 @@ class WholeEvaluation:
             self._tell(using, predicts)
             if model is not None:
                 model.eval()
-                self._stepper = Stepper(AsOneDevice(strategy, model), model)  # type: ignore[arg-type]
+                self.stepper = Stepper(AsOneDevice(strategy, model), model)  # type: ignore[arg-type]
             merging = self._runner.stepper.merging
 
             @contextmanager
@@ -116,13 +117,13 @@ class WholeEvaluation:
                 for metric in using:
                     metric._lend(model, around_process)
                 self.is_open = predicts
-                if self._stepper is not None and merging is not None:
-                    self._stepper.merge_with(merging)
+                if self.stepper is not None and merging is not None:
+                    self.stepper.merge_with(merging)
                 # The live model may be the one that predicts: what it writes to buffers while it generates is not to stay.
                 with buffers_kept(model) if predicts and model is not None else nullcontext():
                     yield
             finally:
-                self.is_open, self._stepper = False, None
+                self.is_open, self.stepper = False, None
                 for metric in using:
                     metric._lend(None)
                 if merging is not None:
@@ -130,12 +131,12 @@ class WholeEvaluation:
 
     def predict(self, batch: Any, mode: str) -> Any:
         """Return the predictions for a batch; None on a process that does not report."""
-        if self._stepper is None:
+        if self.stepper is None:
             return None
         with gathering_refused(
             f"processes predict apart, with whole weights; give {self._mode}_cfg=dict(full_weights=False)"
         ):
-            return self._stepper.evaluate(batch, mode)
+            return self.stepper.evaluate(batch, mode)
 
     def _tell(self, using: list[BaseMetric], predicts: bool) -> None:
         if not self._has_told:
@@ -228,7 +229,7 @@ class EvalLoop(BaseLoop):
         runner.stepper.check_prediction(self.mode)
         runner.call_hook(f"before_{self.mode}")
         runner.call_hook(f"before_{self.mode}_epoch")
-        was_training = runner.model.training
+        back_to_training = modes_of(runner.model)
         runner.model.eval()
         idx = -1
         with closing(self.batches()) as batches:
@@ -239,7 +240,7 @@ class EvalLoop(BaseLoop):
                 f"{self.mode}_dataloader: {name_of(self.dataloader)} gives no batch, evaluation needs one"
             )
         metrics = self.evaluator.evaluate(self._num_kept())
-        runner.model.train(was_training)
+        back_to_training()
         runner.call_hook(f"after_{self.mode}_epoch", metrics=metrics)
         runner.call_hook(f"after_{self.mode}")
         return metrics
@@ -282,10 +283,15 @@ class EvalLoop(BaseLoop):
             DryPass(self._runner, self.loader, self.evaluator, self._forward, self.mode).make(num_batches)
 
     def _forward(self, batch: Any, mode: str | None = None) -> Any:
-        if not self.fp16:
+        stepper = self._whole.stepper if self._whole.is_open else self._runner.stepper
+        if not self.fp16 or stepper is None:
             return self._predicted(batch, mode)
-        with torch.autocast(self._runner.strategy.device.type, torch.float16):
-            return self._predicted(batch, mode)
+        stepper.predicts_in_half = True
+        try:
+            with torch.autocast(self._runner.strategy.device.type, torch.float16):
+                return self._predicted(batch, mode)
+        finally:
+            stepper.predicts_in_half = False
 
     def _keep_in_step(self, batch: Any) -> None:
         if not self._whole.is_open:  # otherwise each process predicts alone, and may do so unequally often

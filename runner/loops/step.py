@@ -132,6 +132,9 @@ class Stepper:
     every micro-batch, and ``step`` followed by ``zero_grad``.
     """
 
+    predicts_in_half = False
+    """Whether predictions are computed under float16 autocast, whatever the precision of training."""
+
     def __init__(
         self, strategy: Strategy, model: nn.Module, optim: OptimWrapper | OptimWrapperDict | None = None
     ) -> None:
@@ -464,7 +467,7 @@ class Stepper:
             return self._evaluate_batch(batch, mode)
         if not overrides_test_step(self.merging):
             return self.merging.test_step(batch)
-        with self.strategy.autocast():
+        with self._casting():
             return self.merging.test_step(batch if self.has_preprocessor else self._to_device(batch, False))
 
     def _evaluate_batch(self, batch: Any, mode: str) -> Any:
@@ -479,15 +482,20 @@ class Stepper:
 
     def _predict(self, batch: Any, mode: str) -> Any:
         if overrides(self.module, f"{mode}_step"):
-            with self.strategy.autocast():
+            with self._casting():
                 return getattr(self.module, f"{mode}_step")(
                     batch if self.has_preprocessor else self._to_device(batch, False)
                 )
         data = self.preprocess(batch, False)
-        with self.strategy.autocast():
+        with self._casting():
             if self._own_forward is not None:
                 return self._own_forward(data, "predict")
             return run_forward(self.model, data, **self._for_prediction)
+
+    def _casting(self) -> AbstractContextManager[None]:
+        if self.predicts_in_half:
+            return torch.autocast(self.strategy.device.type, torch.float16)
+        return self.strategy.autocast()
 
     def _to_device(self, data: Any, training: bool) -> Any:
         return to_device(data, self.strategy.device)

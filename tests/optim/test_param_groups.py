@@ -68,6 +68,13 @@ def test_parameters_with_equal_settings_share_a_group() -> None:
     assert len(built(model, optimizer=SGD).param_groups) == 1
 
 
+def test_rates_in_tensors_that_look_alike_are_not_equal() -> None:
+    cfg = dict(custom_keys={"0": dict(lr_mult=0.81), "1": dict(lr_mult=0.78)})
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    wrapper = built(model, optimizer=dict(type="Adam", lr=torch.tensor(1e-3)), paramwise_cfg=cfg)
+    assert [float(group["lr"]) for group in wrapper.param_groups] == pytest.approx([0.81e-3, 0.78e-3])
+
+
 def test_groups_stand_in_the_order_of_their_first_parameter() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
     wrapper = built(model, optimizer=SGD, paramwise_cfg=dict(norm_decay_mult=0.0))

@@ -217,6 +217,17 @@ def test_a_tensor_learning_rate_stays_the_same_tensor() -> None:
     json.dumps([scheduler.state_dict() for scheduler in schedulers])
 
 
+def test_groups_that_share_a_tensor_are_reduced_once() -> None:
+    groups = [dict(params=[torch.zeros(1)], weight_decay=decay) for decay in (0.0, 0.1, 0.2)]
+    optimizer = torch.optim.Adam(groups, lr=torch.tensor(1.0))
+    assert len({id(group["lr"]) for group in optimizer.param_groups}) == 1
+    scheduler = library.ReduceOnPlateauLR(optimizer, monitor="loss", factor=0.5, patience=0)
+    for _ in range(2):
+        scheduler.step()
+        scheduler.step({"loss": 1.0})
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5] * 3
+
+
 def test_momentum_of_adam_is_its_first_beta() -> None:
     optimizer = torch.optim.Adam([torch.zeros(1)], betas=(0.9, 0.95))
     library.ConstantMomentum(optimizer, factor=0.5)

@@ -77,11 +77,12 @@ def test_training_is_that_with_the_number(tmp_path: Path, limit: int, size: int,
     assert torch.equal(found[2], given[2]), "the random states are too"
 
 
-def test_a_built_model_is_not_touched_by_trials(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_function", [False, True])
+def test_a_built_model_is_not_touched_by_trials(tmp_path: Path, by_function: bool) -> None:
     torch.manual_seed(1)
     model = Net((11,))
     untouched = {key: value.clone() for key, value in model.state_dict().items()}
-    found = train(str(tmp_path / "auto"), "auto", built=model)
+    found = train(str(tmp_path / "auto"), "auto", built=(lambda: model) if by_function else model)
     again = Net((11,))
     again.load_state_dict(untouched)
     same(found[1], train(str(tmp_path / "given"), 11, built=again)[1])

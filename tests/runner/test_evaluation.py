@@ -200,6 +200,8 @@ def test_half_precision_for_evaluation_alone(tmp_path: Path) -> None:
     half = dict(type="AmpOptimWrapper", optimizer=SGD, dtype="bfloat16")
     runner = make_runner(tmp_path, optim_wrapper=half, **parts)
     assert runner.val()["dtypes"] == ["torch.bfloat16"]
+    runner = make_runner(tmp_path, optim_wrapper=half, **{**parts, "val_cfg": dict(fp16=True)})
+    assert runner.val()["dtypes"] == ["torch.float16"]
 
 
 # Alone, and around training

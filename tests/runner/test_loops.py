@@ -264,6 +264,18 @@ def test_the_rate_of_an_update_does_not_depend_on_accumulation(tmp_path: Path, s
         )
 
 
+def test_rates_are_scaled_once_where_groups_share_a_tensor(tmp_path: Path) -> None:
+    optimizer = dict(type="Adam", lr=torch.tensor(0.1), weight_decay=0.1)
+    runner = make_runner(
+        tmp_path,
+        train_dataloader=loader(),
+        optim_wrapper=dict(optimizer=optimizer, paramwise_cfg=dict(bias_decay_mult=0.0), accumulative_counts=2),
+        auto_scale_lr=dict(enable=True, base_batch_size=16),
+    )
+    runner.train()
+    assert [float(group["lr"]) for group in runner.optim_wrapper.param_groups] == pytest.approx([0.05] * 2)
+
+
 def test_intervals_count_updates(tmp_path: Path) -> None:
     default_hooks = dict(checkpoint=dict(interval=4, by_epoch=False, save_last=False))
     trained(tmp_path, 3, 2, 27, train_cfg=dict(by_epoch=False, max_iters=9), default_hooks=default_hooks)

@@ -268,6 +268,34 @@ class Twice(Plain):
         return {"loss": 2 * found["loss"]} if mode == "loss" else found
 
 
+class Thaw(Hook):
+    """Thaws a layer that no optimizer has, with a group of its own."""
+
+    def before_train_epoch(self, runner: Any) -> None:
+        if runner.epoch == 1:
+            layer = runner.strategy.module.net[0].requires_grad_(True)
+            runner.optim_wrapper.optimizer.add_param_group(dict(params=[*layer.parameters()], lr=0.01))
+
+
+def test_a_layer_that_a_hook_thaws_into_a_group_of_its_own(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model, by_hand = Plain(), Plain()
+    model.net[0].requires_grad_(False)
+    by_hand.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(model.net[2].parameters(), lr=0.1)
+    found = trained(tmp_path, OptimWrapper(optimizer), model=model, custom_hooks=[Thaw()])
+    optimizer, data = torch.optim.SGD(by_hand.net[2].parameters(), lr=0.1), Samples(24)
+    for update in range(12):
+        if update == 6:
+            optimizer.add_param_group(dict(params=[*by_hand.net[0].parameters()], lr=0.01))
+        rows = slice(4 * (update % 6), 4 * (update % 6) + 4)
+        by_hand.zero_grad()
+        by_hand(None, data.x[rows], data.y[rows], "loss")["loss"].backward()
+        optimizer.step()
+    for name, value in by_hand.state_dict().items():
+        torch.testing.assert_close(found[f"model.{name}"], value, rtol=0, atol=1e-6)
+
+
 def test_functions_that_objects_are_given(tmp_path: Path) -> None:
     calls: list[str] = []
     model: Any = Plain()

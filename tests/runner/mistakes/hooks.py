@@ -9,7 +9,7 @@ import torch
 
 from flextrain.runner.hooks import Hook
 
-from .parts import OldState, Row, advises, warns
+from .parts import Net, OldState, Row, advises, warns
 
 
 def saving(**options: Any) -> dict[str, Any]:
@@ -57,6 +57,17 @@ class NewWeight(Hook):
         runner.strategy.module.net.weight = torch.nn.Parameter(torch.zeros(2, 3))
 
 
+class Thaw(Hook):
+    def before_train_epoch(self, runner: Any) -> None:
+        runner.strategy.module.net.bias.requires_grad_(runner.epoch == 1)
+
+
+def nobodys(config: dict[str, Any]) -> None:
+    config["model"] = model = Net()
+    model.net.bias.requires_grad_(False)
+    config |= dict(optim_wrapper=dict(optimizer=torch.optim.SGD([model.net.weight], lr=0.1)), custom_hooks=[Thaw()])
+
+
 class NoHook:
     def after_train_iter(self, runner: Any) -> None: ...
 
@@ -96,5 +107,6 @@ ROWS = [
     Row("unknown hook of MMEngine's projects", hook(dict(type="NumClassCheckHook")), 'custom_hooks[0].type: "NumClassCheckHook" is no known hook'),
     Row("a layer that is replaced in training", hook(NewHead(1)), "model: net.weight is not the parameter that the optimizer has", late=True),
     Row("a weight that is replaced after set-up", hook(NewWeight()), "model: net.weight is not the parameter that the optimizer has"),
+    Row("a layer that is thawed and that no optimizer has", nobodys, "model: net.bias is trainable now, and no optimizer has it", late=True),
     Row("priority as a float", hook(dict(type="EMAHook", priority=0.5)), "custom_hooks[0].priority"),
 ]  # fmt: skip
