@@ -120,10 +120,9 @@ def _samples_by_default(loader: DataLoader[Any]) -> bool:
         type(part).__name__ if type(part).__module__ in TORCHS_SAMPLERS else None
         for part in (sampler, loader.batch_sampler)
     )
-    once = kind == "SequentialSampler" or (
-        kind == "RandomSampler" and not sampler.replacement and sampler.num_samples == length_of(loader.dataset)
-    )
-    return once and (batches == "BatchSampler" or loader.batch_sampler is None)
+    once = kind == "SequentialSampler" or (kind == "RandomSampler" and not sampler.replacement)
+    is_whole = once and length_of(sampler.data_source) == length_of(sampler) == length_of(loader.dataset)
+    return is_whole and (batches == "BatchSampler" or loader.batch_sampler is None)
 
 
 def _holds_on_to_itself(loader: DataLoader[Any]) -> bool:

@@ -425,6 +425,16 @@ def test_a_plain_loader_for_evaluation_repeats_nothing() -> None:
     assert in_turn([list(chain(*loader(plain, (i, 3), training=False))) for i in range(3)]) == NUMBERS
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "sampler", [SequentialSampler(range(4)), RandomSampler(range(4)), RandomSampler(range(4), num_samples=10)]
+)
+def test_a_sampler_of_part_of_the_dataset_stays(sampler: Any, training: bool) -> None:
+    """torch's samplers may be given another source of indices than the dataset."""
+    plain = DataLoader(NUMBERS, batch_size=2, sampler=sampler, collate_fn=list)
+    assert {number for batch in loader(plain, training=training) for number in batch} == {0, 1, 2, 3}
+
+
 def test_a_loader_without_batches_is_split_too() -> None:
     plain = DataLoader(NUMBERS, batch_size=None)
     assert in_turn([[int(i) for i in loader(plain, (i, 2))] for i in range(2)]) == NUMBERS
