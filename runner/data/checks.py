@@ -96,7 +96,7 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
         check_dataset(cfg.dataset, {}, where, training)
         check_has_batches(cfg.dataset, cfg.batch_size, cfg.drop_last, where)
         if not training:
-            _check_has_end(cfg.sampler, f"{where}.sampler")
+            _check_has_end(sampler_of(cfg), f"{where}.sampler")
         return
     if not isinstance(cfg, Mapping):
         _check_elsewhere(cfg, where, training)
@@ -127,6 +127,8 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
             for key in ("batch_size", "shuffle", "sampler", "drop_last"):
                 if key in cfg:
                     raise ConfigError(f"{where}.{key}: has no meaning beside a batch_sampler that is already built")
+            if not training:
+                _check_has_end(getattr(cfg["batch_sampler"], "sampler", None), f"{where}.batch_sampler.sampler")
     check_collate(cfg.get("collate_fn", "pseudo_collate"), f"{where}.collate_fn")
     _check_workers(cfg, where)
 

@@ -369,6 +369,10 @@ class NoItems:
     pass
 
 
+def in_batches(kind: Any) -> BatchSampler:
+    return BatchSampler(kind(NUMBERS), 2, False)
+
+
 @pytest.mark.parametrize(
     "cfg, shard, training, says",
     [
@@ -376,10 +380,13 @@ class NoItems:
         (dict(dataset=dict(type=Stream), shuffle=True), (0, 1), True, "shuffle: has no meaning with"),
         (dict(dataset=dict(type=lambda: NoItems())), (0, 1), True, "dataset: NoItems is no dataset"),
         (dict(sampler=DefaultSampler(NUMBERS)), (0, 1), False, "round_up: True would count repeated samples"),
+        (dict(batch_sampler=in_batches(DefaultSampler)), (0, 1), False, "round_up: True would count repeated samples"),
+        (dict(batch_sampler=in_batches(InfiniteSampler)), (0, 1), False, "sampler: an InfiniteSampler has no end"),
+        (DataLoader(NUMBERS, batch_sampler=in_batches(DefaultSampler)), (0, 1), False, "round_up: True would count"),
     ],
 )
-def test_refused_when_built(cfg: dict[str, Any], shard: tuple[int, int], training: bool, says: str) -> None:
-    with refuses(ConfigError, matches=rf"^train_dataloader\.(sampler\.)?{says}"):
+def test_refused_when_built(cfg: Any, shard: tuple[int, int], training: bool, says: str) -> None:
+    with refuses(ConfigError, matches=rf"^train_dataloader\.((batch_)?sampler\.)*{says}"):
         loader(cfg, shard, training)
 
 
