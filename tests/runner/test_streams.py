@@ -300,6 +300,31 @@ def test_lengths_are_counted_once(tmp_path: Path) -> None:
     assert PackedTokens(with_end, 4, index_dir=tmp_path, end_token=0).num_tokens == packed.num_tokens + 30
 
 
+def with_ends(folder: Path, ends: list[int]) -> PackedTokens:
+    np.arange(1, 101, dtype=np.uint16).tofile(folder / "a.bin")
+    np.save(folder / "a.bin.ends.npy", np.array(ends))
+    return PackedTokens(TokenFiles(folder / "a.bin", ends=".ends.npy"), 10, shuffle_documents=True)
+
+
+def test_ends_of_documents_that_were_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many documents: what was kept of their lengths is of others now."""
+    monkeypatch.setattr(document_index, "_SMALL", 2)
+    monkeypatch.setattr(document_index, "GROUP", 4)
+    prints = set()
+    for ends in ([*range(10, 101, 10)], [*range(9, 91, 10), 100]):
+        packed = with_ends(tmp_path, ends)
+        assert sorted(tokens_of(packed, range(len(packed)))) == [*range(1, 101)]
+        prints.add(packed.fingerprint)
+    assert len(prints) == 2
+
+
+def test_lengths_that_are_not_those_that_were_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_index, "GROUP", 2)
+    index = DocumentIndex(np.array([3, 4, 5, 6]), ends_of_groups([4, 4, 5, 6]))
+    with pytest.raises(DataError, match=r"documents from number 0 on have 7 tokens, they had 8 when they were counted"):
+        list(index.documents(0, 3, 0))
+
+
 def test_packed_lines(tmp_path: Path) -> None:
     """Tokens made of text by a transform; the lengths are kept beside the files."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in (3, 0, 5)))

@@ -100,6 +100,12 @@ class DocumentIndex:
             self._kept.move_to_end(key)
             return self._kept[key]
         lengths = np.asarray(self.lengths[group * GROUP : (group + 1) * GROUP], np.int64) + self.extra
+        before = int(self.group_ends[group - 1]) if group else 0
+        if before + int(lengths.sum()) != int(self.group_ends[group]):
+            raise DataError(
+                f"documents from number {group * GROUP} on have {int(lengths.sum())} tokens, they had {int(self.group_ends[group]) - before} when "
+                "they were counted; remove the index of their lengths, lengths-*.ftindex"
+            )
         order = np.arange(len(lengths))
         if self.seed is not None:
             order = _shuffled(len(lengths), nth_seed(nth_seed(self.seed % 2**64, number), group))
