@@ -67,6 +67,13 @@ def is_divided(loader: Any) -> bool:
     return divided_sampler(loader) is not None or any(isinstance(part, DividedStream) for part in parts)
 
 
+def deals_batches(loader: Any) -> bool:
+    """True if processes have whole batches in turn: of a list of batches, of a source of its own, and of a batch sampler."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.batch_sampler, DividedSampler):
+        return True
+    return loader.batch_size is None and loader.batch_sampler is None
+
+
 def divides(sampler: Any) -> bool:
     """True if a sampler, or one inside it, deals the data to the processes itself."""
     return any(dealt_by(part) is not None for part in chain_of(sampler))

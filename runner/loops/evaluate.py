@@ -21,7 +21,7 @@ from ...strategies.base import Strategy
 from ...strategies.parts import full_weights
 from ...strategies.parts.whole_weights import buffers_kept
 from ..data.samplers import ShardedSampler
-from ..data.user_loaders import goes_its_own_way, is_divided, length_of, name_of, sampler_of
+from ..data.user_loaders import deals_batches, goes_its_own_way, is_divided, length_of, name_of, sampler_of
 from ..metrics.base import BaseMetric
 from ..metrics.evaluator import Evaluator, build_evaluator
 from ..metrics.torchmetrics import TorchMetric
@@ -214,6 +214,7 @@ class EvalLoop(BaseLoop):
         super().__init__(runner, dataloader)
         self.evaluator: Evaluator = build_evaluator(evaluator, f"{self.mode}_evaluator")
         self._topology = self.evaluator.topology = runner.strategy.topology
+        self.evaluator.deals_batches = deals_batches(self.loader)
         self.fp16 = fp16
         if memory_limit is not None:
             bytes_of(memory_limit, f"{self.mode}_cfg.memory_limit")
