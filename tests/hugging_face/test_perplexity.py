@@ -184,9 +184,13 @@ def test_the_auxiliary_loss_of_experts_is_no_loss_of_tokens(given: float) -> Non
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    small = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    small = dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+    )
     model = MixtralForCausalLM(
-        MixtralConfig(vocab_size=50, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=given, **small)
+        MixtralConfig(
+            vocab_size=50, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=given, **small
+        )
     ).eval()
     ids = torch.randint(0, 50, (3, 9))
     with torch.no_grad():
