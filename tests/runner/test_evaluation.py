@@ -343,8 +343,17 @@ def test_torchmetrics_on_two_processes(tmp_path: Path, workers2: WorkerGroup, le
     )
 
 
-def padded(folder: str, length: int, with_torchmetrics: bool) -> tuple[dict[str, Any], list[str]]:
-    """A sampler of torch's own, which repeats samples at the end."""
+class Backwards(DistributedSampler[Any]):
+    """The last sample first, so that what is repeated does not come last."""
+
+    def __iter__(self) -> Any:
+        return reversed(list(super().__iter__()))
+
+
+def padded(
+    folder: str, length: int, with_torchmetrics: bool, kind: Any = DistributedSampler
+) -> tuple[dict[str, Any], list[str]]:
+    """A sampler of torch's own, which repeats samples at the end, or one like it."""
     parts: dict[str, Any] = dict(model=fixed, val_cfg=dict(), val_evaluator=Accuracy, log_level="WARNING")
     if with_torchmetrics:
         parts |= dict(val_evaluator=dict(type="MeanMetric"), model=lambda: Pairs("mean"))
@@ -355,7 +364,7 @@ def padded(folder: str, length: int, with_torchmetrics: bool) -> tuple[dict[str,
     strategy = DDPStrategy()
     strategy.join()
     samples = Samples(length)
-    sampler: Any = DistributedSampler(samples, shuffle=False)
+    sampler: Any = kind(samples, shuffle=False)
     runner = FlexibleRunner(
         **{**config, "strategy": strategy, "val_dataloader": DataLoader(samples, batch_size=4, sampler=sampler)}
     )
@@ -375,6 +384,14 @@ def test_what_a_padding_sampler_repeats_is_dropped(tmp_path: Path, workers2: Wor
         "val_dataloader: its DistributedSampler repeats 1 samples, which torchmetrics' metrics count again" in first[-1]
     )
     assert not second  # other processes only write errors
+
+
+@pytest.mark.distributed
+def test_what_another_sampler_repeats_is_told(tmp_path: Path, workers2: WorkerGroup) -> None:
+    """None of the samples is dropped in the place of one that came twice."""
+    (metrics, lines), _ = workers2.run(padded, str(tmp_path), 9, False, Backwards)
+    assert sorted(metrics["indices"]) == [0, *range(9)]
+    assert "val_dataloader: its Backwards repeats 1 samples, which metrics count again" in lines[-1]
 
 
 def rank_dependent(folder: str) -> list[Any]:
