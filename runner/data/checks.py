@@ -119,16 +119,14 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
         raise ConfigError(f"{where}.shuffle: a sampler is given too, say {where}.sampler.shuffle")
     if sampler is not None:
         _check_sampler(sampler, f"{where}.sampler", ("dataset", "shard"))
-        if not training:
-            _check_has_end(sampler, f"{where}.sampler")
+    if not training:
+        _check_has_end(sampler or getattr(cfg.get("batch_sampler"), "sampler", None), f"{where}.sampler")
     if cfg.get("batch_sampler") is not None:
         _check_sampler(cfg["batch_sampler"], f"{where}.batch_sampler", ("sampler", "batch_size", "drop_last"))
         if not is_config(cfg["batch_sampler"]):
             for key in ("batch_size", "shuffle", "sampler", "drop_last"):
                 if key in cfg:
                     raise ConfigError(f"{where}.{key}: has no meaning beside a batch_sampler that is already built")
-            if not training:
-                _check_has_end(getattr(cfg["batch_sampler"], "sampler", None), f"{where}.batch_sampler.sampler")
     check_collate(cfg.get("collate_fn", "pseudo_collate"), f"{where}.collate_fn")
     _check_workers(cfg, where)
 

@@ -386,7 +386,7 @@ def in_batches(kind: Any) -> BatchSampler:
     ],
 )
 def test_refused_when_built(cfg: Any, shard: tuple[int, int], training: bool, says: str) -> None:
-    with refuses(ConfigError, matches=rf"^train_dataloader\.((batch_)?sampler\.)*{says}"):
+    with refuses(ConfigError, matches=rf"^train_dataloader\.(sampler\.)?{says}"):
         loader(cfg, shard, training)
 
 
