@@ -16,6 +16,7 @@ import torch
 from flextrain import ConfigError
 from flextrain.data import DataError, JsonlFiles, Mixture, PackedTokens, TokenFiles
 from flextrain.runner import DefaultSampler, InfiniteSampler
+from flextrain.runner.data.dataset_wrappers import ConcatDataset, RepeatDataset
 from flextrain.runner.data.stream_orders import LocalOrder
 from flextrain.runner.data.streams import packing as document_index
 from flextrain.runner.data.streams.mixture import MixtureSchedule
@@ -165,6 +166,17 @@ def test_mixture_as_any_dataset() -> None:
     order = mixture.order_of_pass(0, 0, False)[np.arange(58)].tolist()
     assert [mixture[position] for position in range(58)] == [mixture[index] for index in order]
     assert pickle.loads(pickle.dumps(mixture))[5] == mixture[5]
+
+
+@pytest.mark.parametrize("around", [lambda inner: RepeatDataset(inner, 2), lambda inner: ConcatDataset([inner]),
+                                    lambda inner: PackedTokens(inner, 4)])  # fmt: skip
+@pytest.mark.parametrize("given", [dict(weights=[1, 1]), dict(num_samples=5)])
+def test_a_mixture_that_goes_on_is_no_part_of_datasets_with_one_pass(around: Any, given: dict[str, Any]) -> None:
+    """Of the larger source they would never have what comes in later passes."""
+    sources = [[[1, 2]] * 3, [[3, 4]] * 9]
+    with pytest.raises(ConfigError, match=r"a Mixture with weights or num_samples goes on .* samples would never come"):
+        around(Mixture([Mixture(sources, **given), sources[0]]))
+    assert len(around(Mixture(sources)))
 
 
 # Packing
