@@ -27,7 +27,7 @@ from ..strategies.parts.whole_weights import buffers_kept
 from .data.checks import loader_and_shard
 from .data.samplers import DefaultSampler, DividedSampler, ShardedSampler, chain_of
 from .data.streams.divided_streams import DividedStream
-from .data.user_loaders import TORCHS_SAMPLERS, length_of, sampler_of
+from .data.user_loaders import TORCHS_SAMPLERS, deals_batches, length_of, sampler_of
 from .loops.evaluate import TestLoop
 from .metrics.base import BaseMetric
 
@@ -42,13 +42,12 @@ class Predictions(BaseMetric):
 
     Args:
         samples: how many there are, if that is known.
-        in_batches: processes have whole batches in turn, and not samples.
     """
 
-    def __init__(self, samples: int | None = None, in_batches: bool = False) -> None:
+    def __init__(self, samples: int | None = None) -> None:
         super().__init__()
         self.found: list[Any] = []
-        self._samples, self._in_batches = samples, in_batches
+        self._samples = samples
         self._said: set[str] = set()
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
@@ -66,13 +65,10 @@ class Predictions(BaseMetric):
             _logger.info(f"predict: {', '.join(unsaid)} have no entry for each sample, and are left out")
         if isinstance(outputs, Mapping):
             outputs = {name: value for name, value in outputs.items() if name not in left_out}
-        samples = [_sample(outputs, index) for index in range(count)]
-        self.results += [samples] if self._in_batches else samples
+        self.results += [_sample(outputs, index) for index in range(count)]
 
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
         """Keep the predictions, and return no metrics."""
-        if self._in_batches:
-            results = [sample for batch in results for sample in batch]
         if self._samples not in (None, len(results)):
             raise ConfigError(
                 f"predict: the model returned {len(results)} predictions for {self._samples} samples; the first dimension of a tensor, "
@@ -101,15 +97,9 @@ def prediction_loop(run: Run, dataloader: Any, loader: Any, options: Mapping[str
             f"predict.dataloader.{key}: predictions would come in another order than the data set's,{why.partition(':')[2]}"
         )
     check_call(TestLoop, options, "predict", ("runner", "dataloader", "evaluator"))
-    # Of a list of batches, of a source of its own, and of a batch sampler, whole batches are dealt to the processes.
-    in_batches = (
-        not isinstance(loader, DataLoader)
-        or isinstance(loader.batch_sampler, DividedSampler)
-        or (loader.batch_size is None and loader.batch_sampler is None)
-    )
     sampler = sampler_of(loader)
-    samples = sampler.num_samples if isinstance(sampler, DefaultSampler) and not in_batches else None
-    return TestLoop(run, loader, Predictions(samples, in_batches), **options)
+    samples = sampler.num_samples if isinstance(sampler, DefaultSampler) and not deals_batches(loader) else None
+    return TestLoop(run, loader, Predictions(samples), **options)
 
 
 def _unordered(loader: Any, count: int, asked: bool | None) -> str | None:

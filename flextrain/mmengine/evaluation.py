@@ -133,18 +133,21 @@ class AdaptedEvaluator(Evaluator):
         super().reset()
         for metric in self.theirs.metrics:
             metric.results.clear()
+            metric._ends = []
 
     def process(self, data_samples: Any, data_batch: Any = None) -> None:
         """See Evaluator."""
         if self._topology is not None and not self._topology.reports:
             return
         self.theirs.process(data_samples=data_samples, data_batch=data_batch)
+        for metric in self.theirs.metrics:
+            self._end_batch(metric)
         super().process(data_samples, data_batch)
 
     def evaluate(self, size: int | None = None) -> dict[str, Any]:
         """See Evaluator."""
         found = super().evaluate(size)
-        gathered = gather_results([metric.results for metric in self.theirs.metrics], self.topology or Topology())
+        gathered = gather_results(self.theirs.metrics, self.topology or Topology())
         compute = partial(self._evaluate_all, gathered or [])
         values = told_by_rank_0(compute, at=f"{type(self.theirs).__name__}.evaluate on rank 0", waits_long=True)
         self.reset()

@@ -96,7 +96,7 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
         check_dataset(cfg.dataset, {}, where, training)
         check_has_batches(cfg.dataset, cfg.batch_size, cfg.drop_last, where)
         if not training:
-            _check_has_end(cfg.sampler, f"{where}.sampler")
+            _check_has_end(sampler_of(cfg), f"{where}.sampler")
         return
     if not isinstance(cfg, Mapping):
         _check_elsewhere(cfg, where, training)
@@ -119,8 +119,8 @@ def check_dataloader(cfg: Any, where: str, training: bool = True) -> None:
         raise ConfigError(f"{where}.shuffle: a sampler is given too, say {where}.sampler.shuffle")
     if sampler is not None:
         _check_sampler(sampler, f"{where}.sampler", ("dataset", "shard"))
-        if not training:
-            _check_has_end(sampler, f"{where}.sampler")
+    if not training:
+        _check_has_end(sampler or getattr(cfg.get("batch_sampler"), "sampler", None), f"{where}.sampler")
     if cfg.get("batch_sampler") is not None:
         _check_sampler(cfg["batch_sampler"], f"{where}.batch_sampler", ("sampler", "batch_size", "drop_last"))
         if not is_config(cfg["batch_sampler"]):

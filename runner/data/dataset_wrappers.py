@@ -321,7 +321,17 @@ def _with_length(dataset: Any, where: str) -> Any:
         raise ConfigError(
             f"{where}: {type(dataset).__name__} is not allowed, give a dataset with __getitem__ and __len__"
         )
+    check_in_one_pass(dataset, where)
     return dataset
+
+
+def check_in_one_pass(dataset: Any, where: str) -> None:
+    """Raise ConfigError if a dataset inside of another one goes on in its later passes, of which that knows nothing."""
+    if getattr(dataset, "in_one_pass", True) is False:
+        raise ConfigError(
+            f"{where}: a {type(dataset).__name__} with weights or num_samples goes on in every pass where the last one ended, and other "
+            "datasets know one pass, so that some of its samples would never come; give its sources what is to be around it"
+        )
 
 
 def _full_init(dataset: Any) -> None:

@@ -67,6 +67,13 @@ def is_divided(loader: Any) -> bool:
     return divided_sampler(loader) is not None or any(isinstance(part, DividedStream) for part in parts)
 
 
+def deals_batches(loader: Any) -> bool:
+    """True if processes have whole batches in turn: of a list of batches, of a source of its own, and of a batch sampler."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.batch_sampler, DividedSampler):
+        return True
+    return loader.batch_size is None and loader.batch_sampler is None
+
+
 def divides(sampler: Any) -> bool:
     """True if a sampler, or one inside it, deals the data to the processes itself."""
     return any(dealt_by(part) is not None for part in chain_of(sampler))
@@ -120,10 +127,9 @@ def _samples_by_default(loader: DataLoader[Any]) -> bool:
         type(part).__name__ if type(part).__module__ in TORCHS_SAMPLERS else None
         for part in (sampler, loader.batch_sampler)
     )
-    once = kind == "SequentialSampler" or (
-        kind == "RandomSampler" and not sampler.replacement and sampler.num_samples == length_of(loader.dataset)
-    )
-    return once and (batches == "BatchSampler" or loader.batch_sampler is None)
+    once = kind == "SequentialSampler" or (kind == "RandomSampler" and not sampler.replacement)
+    is_whole = once and length_of(sampler.data_source) == length_of(sampler) == length_of(loader.dataset)
+    return is_whole and (batches == "BatchSampler" or loader.batch_sampler is None)
 
 
 def _holds_on_to_itself(loader: DataLoader[Any]) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from ...core.base.errors import ConfigError
 from ...core.base.registry import LOOPS
@@ -21,8 +21,8 @@ from ...core.model.module_state import modes_of
 from ...strategies.base import Strategy
 from ...strategies.parts import full_weights
 from ...strategies.parts.whole_weights import buffers_kept
-from ..data.samplers import ShardedSampler
-from ..data.user_loaders import goes_its_own_way, is_divided, length_of, name_of, sampler_of
+from ..data.samplers import ShardedSampler, dealt_by
+from ..data.user_loaders import deals_batches, goes_its_own_way, is_divided, length_of, name_of, sampler_of
 from ..metrics.base import BaseMetric
 from ..metrics.evaluator import Evaluator, build_evaluator
 from ..metrics.torchmetrics import TorchMetric
@@ -215,6 +215,7 @@ class EvalLoop(BaseLoop):
         super().__init__(runner, dataloader)
         self.evaluator: Evaluator = build_evaluator(evaluator, f"{self.mode}_evaluator")
         self._topology = self.evaluator.topology = runner.strategy.topology
+        self.evaluator.deals_batches = deals_batches(self.loader)
         self.fp16 = fp16
         if memory_limit is not None:
             bytes_of(memory_limit, f"{self.mode}_cfg.memory_limit")
@@ -307,21 +308,25 @@ class EvalLoop(BaseLoop):
         """Return the number of samples if the user's sampler repeats some to make processes even; otherwise None."""
         if self._topology.data.count == 1:
             return None
-        dataset, sampler = (getattr(self.loader, name, None) for name in ("dataset", "sampler"))
+        dataset, sampler = getattr(self.loader, "dataset", None), sampler_of(self.loader)
         if goes_its_own_way(self.loader) or isinstance(dataset, IterableDataset):
             return None
-        if is_divided(self.loader) or isinstance(sampler_of(self.loader), ShardedSampler):
+        if is_divided(self.loader) or isinstance(sampler, ShardedSampler) or dealt_by(sampler) is None:
             return None
         size = length_of(dataset) or 0
         seen = int(self._topology.data.sum(torch.tensor(length_of(sampler) or 0, device="cpu")))
         if seen <= size:
             return None
-        if any(isinstance(metric, TorchMetric) for metric in self.evaluator.metrics):
+        # Of another class, or in batches of its own order, nobody knows which results are those of repeated samples.
+        in_turn = getattr(type(sampler), "__iter__", None) is DistributedSampler.__iter__
+        is_known = in_turn and type(self.loader.batch_sampler) in (BatchSampler, type(None))
+        whose = "torchmetrics' " if is_known else ""
+        if not is_known or any(isinstance(metric, TorchMetric) for metric in self.evaluator.metrics):
             self._runner.logger.warning(
-                f"{self.mode}_dataloader: its {type(sampler).__name__} repeats {seen - size} samples, which torchmetrics' "
-                "metrics count again; give dict(type='DefaultSampler')"
+                f"{self.mode}_dataloader: its {type(sampler).__name__} repeats {seen - size} samples, which {whose}metrics count "
+                "again; give dict(type='DefaultSampler')"
             )
-        return size
+        return size if is_known else None
 
 
 @LOOPS.register_module()

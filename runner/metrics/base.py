@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain, pairwise, zip_longest
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -26,23 +26,30 @@ from ...core.device.device import to_device
 _NOTHING = object()
 
 
-def gather_results(results: Sequence[list[Any]], topology: Topology) -> list[list[Any]] | None:
+def gather_results(metrics: Sequence[Any], topology: Topology) -> list[list[Any]] | None:
     """Return the results of all data shards on rank 0, in the order of the samples, and None elsewhere; a collective.
 
     Args:
-        results: this process's results of each metric.
+        metrics: each has this process's ``results``, and their number after each batch (``_ends``) if whole batches were dealt.
         topology: says which processes have results.
     """
-    own = [to_device(each, torch.device("cpu")) for each in results]
+    own = [(to_device(each.results, torch.device("cpu")), getattr(each, "_ends", [])) for each in metrics]
     gathered = dist.gather_object((topology.data.index, own) if topology.reports else None)
     if gathered is None:
         return None
     shards = [own for _, own in sorted(filter(None, gathered), key=lambda shard: shard[0])]
-    return [_in_turn([own[i] for own in shards]) for i in range(len(results))]
+    return [_in_their_order([own[i] for own in shards]) for i in range(len(metrics))]
+
+
+def _in_their_order(parts: Sequence[tuple[list[Any], list[int]]]) -> list[Any]:
+    """Results of several shards in the order of the samples, which were dealt to them in turn, one by one or in batches."""
+    if not all((ends or [0])[-1] == len(results) for results, ends in parts):
+        return _in_turn([results for results, _ in parts])
+    batches = [[results[begin:end] for begin, end in pairwise((0, *ends))] for results, ends in parts]
+    return [*chain.from_iterable(_in_turn(batches))]
 
 
 def _in_turn(parts: Sequence[list[Any]]) -> list[Any]:
-    """Results of several shards in the order of the samples, which a sampler dealt to them in turn."""
     return [item for item in chain.from_iterable(zip_longest(*parts, fillvalue=_NOTHING)) if item is not _NOTHING]
 
 
@@ -99,6 +106,7 @@ class BaseMetric(ABC):
         self.collect_device = collect_device
         self.prefix = prefix or self.default_prefix
         self.results: list[Any] = []
+        self._ends: list[int] = []
         self.dataset_meta: dict[str, Any] | None = None
 
     @abstractmethod
@@ -135,7 +143,7 @@ class BaseMetric(ABC):
         topology = self.topology or Topology()
         if topology.reports and not self.results:
             _logger.warning(f"{type(self).__name__}: got no results, process() appended nothing to self.results")
-        gathered = gather_results([self.results], topology)
+        gathered, self._ends = gather_results([self], topology), []
         compute = partial(self._compute, gathered[0] if gathered else [], size, topology.data.count)
         self.reset()
         return told_by_rank_0(compute, at=f"{type(self).__name__}.compute_metrics on rank 0", waits_long=True)

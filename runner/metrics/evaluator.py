@@ -30,6 +30,9 @@ class Evaluator:
         ConfigError: one of them is no metric, or its arguments are invalid.
     """
 
+    deals_batches = False
+    """Whether processes have whole batches in turn, and not samples; set by the loop. Results are in that order then."""
+
     def __init__(self, metrics: Any, *, where: str = "evaluator") -> None:
         self.metrics: list[BaseMetric] = [_built(item, key) for item, key in _items(metrics, f"{where}.metrics")]
 
@@ -69,6 +72,7 @@ class Evaluator:
         self.topology = self.topology
         for metric in self.metrics:
             metric.reset()
+            metric._ends = []
 
     def process(self, data_samples: Any, data_batch: Any = None) -> None:
         """Pass one batch to every metric; of a process whose outputs do not count, nothing is passed.
@@ -85,6 +89,11 @@ class Evaluator:
         for metric in self.metrics:
             with metric._around_process():
                 metric.process(data_batch, samples)
+            self._end_batch(metric)
+
+    def _end_batch(self, metric: Any) -> None:
+        if self.deals_batches:
+            metric._ends.append(len(metric.results))
 
     def evaluate(self, size: int | None = None) -> dict[str, Any]:
         """Return all metrics by name, on every process; a collective.

@@ -65,13 +65,14 @@ class Perplexity(BaseMetric):
     A batch has ``labels``, integers of shape (samples, positions); positions with -100 do not count. The model's outputs have
     ``loss``, its mean over the labels of the batch, or ``logits`` of shape (samples, positions, vocabulary), as outputs of
     transformers do. A tensor ``shift_labels`` in the batch, which models of transformers then take, is read in place of them.
+    Beside an auxiliary loss of routers (``aux_loss``, ``z_loss``), which mixtures of experts add to theirs, logits are read.
     Tensors stay on the device until the end of the evaluation.
 
     Args:
         shift: the label of a position is predicted from those before it, as by causal models: the first position of each
             sample does not count. False: every label counts, as in masked models, and in those with an encoder and a
             decoder. None: as in the loss of the model, or of its parts, of transformers; True for other models.
-        source: "loss" or "logits"; None: the loss if there is one, which takes less time.
+        source: "loss" or "logits"; None: the loss if there is one, which takes less time, and it is that of tokens alone.
         labels: key of the labels in a batch.
         prefix: see BaseMetric.
 
@@ -96,6 +97,7 @@ class Perplexity(BaseMetric):
             raise ConfigError(f'{where}.source: "{source}" is not allowed, give "loss" or "logits", or leave it out')
         self._given, self._source, self._labels = shift, source, labels
         self._shift = shift is None or shift
+        self._has_said = False
 
     def _look_at(self, model: nn.Module) -> None:
         """See BaseMetric."""
@@ -120,7 +122,14 @@ class Perplexity(BaseMetric):
 
     def _sum(self, outputs: Any, labels: Tensor, tokens: Tensor, shift: bool = False) -> Tensor:
         loss, logits = (_of(outputs, name) for name in ("loss", "logits"))
-        if isinstance(loss, Tensor) and self._source != "logits":
+        has_more = isinstance(loss, Tensor) and self._source is None and _has_auxiliary_loss(outputs)
+        if has_more and not isinstance(logits, Tensor) and not self._has_said:
+            self._has_said = True
+            _logger.warning(
+                "Perplexity: the outputs have an auxiliary loss and no logits, and the loss is taken to be that of tokens alone; "
+                "leave the auxiliary loss out of evaluation, or return logits"
+            )
+        if isinstance(loss, Tensor) and self._source != "logits" and not (has_more and isinstance(logits, Tensor)):
             count = tokens.to(loss.device)
             # Without tokens the mean is 0/0.
             return torch.where(count > 0, loss.detach().float().mean() * count, 0.0)
@@ -166,3 +175,9 @@ class Perplexity(BaseMetric):
 
 def _of(outputs: Any, name: str) -> Any:
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+
+
+def _has_auxiliary_loss(outputs: Any) -> bool:
+    """Whether the loss of a mixture of experts may contain more than that of tokens; names are those of transformers."""
+    names = outputs if isinstance(outputs, Mapping) else getattr(outputs, "__dict__", {})
+    return any(str(name).endswith(("aux_loss", "z_loss")) and _of(outputs, name) is not None for name in names)

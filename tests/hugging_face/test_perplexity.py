@@ -178,6 +178,43 @@ def test_labels_that_are_shifted_already() -> None:
     assert metric.evaluate()["perplexity"] == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize("given", [0.5, 0.0])
+def test_the_auxiliary_loss_of_experts_is_no_loss_of_tokens(given: float) -> None:
+    """With ``output_router_logits``, which trains with it, the model's loss contains it in evaluation too."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    small = dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+    )
+    model = MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=50, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=given, **small
+        )
+    ).eval()
+    ids = torch.randint(0, 50, (3, 9))
+    with torch.no_grad():
+        outputs = model(input_ids=ids, labels=ids)
+    metric = Perplexity()
+    metric._look_at(model)
+    metric.process({"labels": ids}, outputs)
+    wanted = functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert metric.evaluate()["perplexity"] == pytest.approx(math.exp(wanted), rel=1e-5)
+
+
+def test_an_auxiliary_loss_without_logits_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("flextrain"), "propagate", True)
+    metric, outputs = Perplexity(), {"loss": torch.tensor(1.5), "aux_loss": torch.tensor(1.0)}
+    metric.process({"labels": torch.ones(1, 3)}, outputs)
+    assert "auxiliary loss and no logits" in caplog.text
+    caplog.clear()
+    metric.process({"labels": torch.ones(1, 3)}, outputs)
+    assert not caplog.messages
+    assert metric.evaluate()["perplexity"] == pytest.approx(math.exp(1.5))
+
+
 def test_of_masked_models_every_label_counts() -> None:
     metric = Perplexity(shift=False)
     labels = torch.tensor([[3, -100, 2], [-100, -100, -100]])

@@ -369,6 +369,10 @@ class NoItems:
     pass
 
 
+def in_batches(kind: Any) -> BatchSampler:
+    return BatchSampler(kind(NUMBERS), 2, False)
+
+
 @pytest.mark.parametrize(
     "cfg, shard, training, says",
     [
@@ -376,9 +380,12 @@ class NoItems:
         (dict(dataset=dict(type=Stream), shuffle=True), (0, 1), True, "shuffle: has no meaning with"),
         (dict(dataset=dict(type=lambda: NoItems())), (0, 1), True, "dataset: NoItems is no dataset"),
         (dict(sampler=DefaultSampler(NUMBERS)), (0, 1), False, "round_up: True would count repeated samples"),
+        (dict(batch_sampler=in_batches(DefaultSampler)), (0, 1), False, "round_up: True would count repeated samples"),
+        (dict(batch_sampler=in_batches(InfiniteSampler)), (0, 1), False, "sampler: an InfiniteSampler has no end"),
+        (DataLoader(NUMBERS, batch_sampler=in_batches(DefaultSampler)), (0, 1), False, "round_up: True would count"),
     ],
 )
-def test_refused_when_built(cfg: dict[str, Any], shard: tuple[int, int], training: bool, says: str) -> None:
+def test_refused_when_built(cfg: Any, shard: tuple[int, int], training: bool, says: str) -> None:
     with refuses(ConfigError, matches=rf"^train_dataloader\.(sampler\.)?{says}"):
         loader(cfg, shard, training)
 
@@ -423,6 +430,16 @@ def test_a_plain_loader_is_split(shuffle: bool, logged: pytest.LogCaptureFixture
 def test_a_plain_loader_for_evaluation_repeats_nothing() -> None:
     plain = DataLoader(NUMBERS, batch_size=3, collate_fn=list)
     assert in_turn([list(chain(*loader(plain, (i, 3), training=False))) for i in range(3)]) == NUMBERS
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "sampler", [SequentialSampler(range(4)), RandomSampler(range(4)), RandomSampler(range(4), num_samples=10)]
+)
+def test_a_sampler_of_part_of_the_dataset_stays(sampler: Any, training: bool) -> None:
+    """torch's samplers may be given another source of indices than the dataset."""
+    plain = DataLoader(NUMBERS, batch_size=2, sampler=sampler, collate_fn=list)
+    assert {number for batch in loader(plain, training=training) for number in batch} == {0, 1, 2, 3}
 
 
 def test_a_loader_without_batches_is_split_too() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SequentialSampler, default_collate
 
 from flextrain import BaseMetric, ConfigError, FlexibleRunner
-from flextrain.runner import Evaluator
+from flextrain.runner import DumpResults, Evaluator
 from flextrain.runner.hooks import Hook
 from flextrain.runner.metrics.evaluator import build_evaluator, check_evaluator
 from flextrain.testing import WorkerGroup
@@ -235,6 +235,61 @@ def test_evaluation_before_and_after_training_leaves_it_as_it_is(tmp_path: Path)
 # Two processes
 
 
+class Indices(BaseMetric):
+    """A result for each sample."""
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results += data_batch["index"].tolist()
+
+    def compute_metrics(self, results: list[int]) -> dict[str, Any]:
+        return {"indices": results}
+
+
+def of_batches(folder: str, length: int, kind: str) -> list[Any]:
+    samples = Samples(length)
+    batches = BatchSampler(SequentialSampler(samples), 4, False)
+    loaders: dict[str, Any] = {
+        "list": [default_collate([samples[i] for i in batch]) for batch in batches],
+        "sampler": dict(dataset=samples, batch_sampler=Own(batches), collate_fn="default_collate", shard=True),
+    }
+    file = Path(folder) / "predictions.pt"
+    parts = dict(val_cfg=dict(), val_dataloader=loaders[kind], model=Logits)
+    metrics = evaluate(folder, **parts, val_evaluator=[Indices(), DumpResults(file)])
+    return [metrics["indices"], torch.load(file)]
+
+
+class Own(Sampler[Any]):
+    """A batch sampler of the user's own."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches, self.batch_size = batches, 4
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class Logits(nn.Module):
+    """Predicts a list: the number of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = fixed()
+
+    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "tensor") -> list[Any]:
+        return list(index.tolist())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["list", "sampler"])
+@pytest.mark.parametrize("length", [13, pytest.param(3, marks=pytest.mark.full)])
+def test_batches_that_are_dealt_whole(tmp_path: Path, workers2: WorkerGroup, length: int, kind: str) -> None:
+    """Results, and predictions in a file, are in the order of the samples also then."""
+    assert workers2.run(of_batches, str(tmp_path), length, kind) == [[list(range(length))] * 2] * 2
+
+
 def on_two(folder: str, length: int, call: str = "val", **dataloader: Any) -> dict[str, Any]:
     return evaluate(folder, call, **(validation if call == "val" else parts_of_test)(length, **dataloader))
 
@@ -290,8 +345,17 @@ def test_torchmetrics_on_two_processes(tmp_path: Path, workers2: WorkerGroup, le
     )
 
 
-def padded(folder: str, length: int, with_torchmetrics: bool) -> tuple[dict[str, Any], list[str]]:
-    """A sampler of torch's own, which repeats samples at the end."""
+class Backwards(DistributedSampler[Any]):
+    """The last sample first, so that what is repeated does not come last."""
+
+    def __iter__(self) -> Any:
+        return reversed(list(super().__iter__()))
+
+
+def padded(
+    folder: str, length: int, with_torchmetrics: bool, kind: Any = DistributedSampler
+) -> tuple[dict[str, Any], list[str]]:
+    """A sampler of torch's own, which repeats samples at the end, or one like it."""
     parts: dict[str, Any] = dict(model=fixed, val_cfg=dict(), val_evaluator=Accuracy, log_level="WARNING")
     if with_torchmetrics:
         parts |= dict(val_evaluator=dict(type="MeanMetric"), model=lambda: Pairs("mean"))
@@ -302,7 +366,7 @@ def padded(folder: str, length: int, with_torchmetrics: bool) -> tuple[dict[str,
     strategy = DDPStrategy()
     strategy.join()
     samples = Samples(length)
-    sampler: Any = DistributedSampler(samples, shuffle=False)
+    sampler: Any = kind(samples, shuffle=False)
     runner = FlexibleRunner(
         **{**config, "strategy": strategy, "val_dataloader": DataLoader(samples, batch_size=4, sampler=sampler)}
     )
@@ -322,6 +386,14 @@ def test_what_a_padding_sampler_repeats_is_dropped(tmp_path: Path, workers2: Wor
         "val_dataloader: its DistributedSampler repeats 1 samples, which torchmetrics' metrics count again" in first[-1]
     )
     assert not second  # other processes only write errors
+
+
+@pytest.mark.distributed
+def test_what_another_sampler_repeats_is_told(tmp_path: Path, workers2: WorkerGroup) -> None:
+    """None of the samples is dropped in the place of one that came twice."""
+    (metrics, lines), _ = workers2.run(padded, str(tmp_path), 9, False, Backwards)
+    assert sorted(metrics["indices"]) == [0, *range(9)]
+    assert "val_dataloader: its Backwards repeats 1 samples, which metrics count again" in lines[-1]
 
 
 def rank_dependent(folder: str) -> list[Any]:

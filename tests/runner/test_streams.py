@@ -16,6 +16,7 @@ import torch
 from flextrain import ConfigError
 from flextrain.data import DataError, JsonlFiles, Mixture, PackedTokens, TokenFiles
 from flextrain.runner import DefaultSampler, InfiniteSampler
+from flextrain.runner.data.dataset_wrappers import ConcatDataset, RepeatDataset
 from flextrain.runner.data.stream_orders import LocalOrder
 from flextrain.runner.data.streams import packing as document_index
 from flextrain.runner.data.streams.mixture import MixtureSchedule
@@ -167,6 +168,17 @@ def test_mixture_as_any_dataset() -> None:
     assert pickle.loads(pickle.dumps(mixture))[5] == mixture[5]
 
 
+@pytest.mark.parametrize("around", [lambda inner: RepeatDataset(inner, 2), lambda inner: ConcatDataset([inner]),
+                                    lambda inner: PackedTokens(inner, 4)])  # fmt: skip
+@pytest.mark.parametrize("given", [dict(weights=[1, 1]), dict(num_samples=5)])
+def test_a_mixture_that_goes_on_is_no_part_of_datasets_with_one_pass(around: Any, given: dict[str, Any]) -> None:
+    """Of the larger source they would never have what comes in later passes."""
+    sources = [[[1, 2]] * 3, [[3, 4]] * 9]
+    with pytest.raises(ConfigError, match=r"a Mixture with weights or num_samples goes on .* samples would never come"):
+        around(Mixture([Mixture(sources, **given), sources[0]]))
+    assert len(around(Mixture(sources)))
+
+
 # Packing
 
 
@@ -298,6 +310,31 @@ def test_lengths_are_counted_once(tmp_path: Path) -> None:
         tokens_of(PackedTokens(changed, 4, index_dir=tmp_path), range(10))
     with_end = Counting(docs)
     assert PackedTokens(with_end, 4, index_dir=tmp_path, end_token=0).num_tokens == packed.num_tokens + 30
+
+
+def with_ends(folder: Path, ends: list[int]) -> PackedTokens:
+    np.arange(1, 101, dtype=np.uint16).tofile(folder / "a.bin")
+    np.save(folder / "a.bin.ends.npy", np.array(ends))
+    return PackedTokens(TokenFiles(folder / "a.bin", ends=".ends.npy"), 10, shuffle_documents=True)
+
+
+def test_ends_of_documents_that_were_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many documents: what was kept of their lengths is of others now."""
+    monkeypatch.setattr(document_index, "_SMALL", 2)
+    monkeypatch.setattr(document_index, "GROUP", 4)
+    prints = set()
+    for ends in ([*range(10, 101, 10)], [*range(9, 91, 10), 100]):
+        packed = with_ends(tmp_path, ends)
+        assert sorted(tokens_of(packed, range(len(packed)))) == [*range(1, 101)]
+        prints.add(packed.fingerprint)
+    assert len(prints) == 2
+
+
+def test_lengths_that_are_not_those_that_were_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_index, "GROUP", 2)
+    index = DocumentIndex(np.array([3, 4, 5, 6]), ends_of_groups([4, 4, 5, 6]))
+    with pytest.raises(DataError, match=r"documents from number 0 on have 7 tokens, they had 8 when they were counted"):
+        list(index.documents(0, 3, 0))
 
 
 def test_packed_lines(tmp_path: Path) -> None:

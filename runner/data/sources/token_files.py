@@ -13,7 +13,7 @@ import torch
 from ....core.base.config import PositiveInt
 from ....core.base.errors import ConfigError, DataError, counted, one_of
 from ....core.base.registry import DATASETS
-from .file_source import FileSource, index_of
+from .file_source import FileSource, index_of, print_of_file, print_of_parts
 
 _CHUNK = 2**24
 _OTHERS = frozenset(
@@ -129,6 +129,10 @@ class TokenFiles(FileSource):
         super().__init__(paths, transform=transform, local_shuffle=local_shuffle, index_dir=index_dir, where=where)
         sizes = [self._size(path) for path in self.files]
         self._token_ends = list(accumulate(sizes))
+        if ends is not None:  # other ends are other documents
+            beside = [path.with_name(path.name + ends) for path in self.files]
+            parts = [*self._prints, *map(print_of_file, beside)]
+            self.fingerprint = print_of_parts(type(self).__name__, len(self), parts)
         self._check_end_token([path for path, size in zip(self.files, sizes, strict=True) if size])
 
     def _check_end_token(self, files: list[Path]) -> None:

@@ -104,7 +104,8 @@ class Mixture(Dataset[Any]):
     is in its third pass when a large one is in its first.
 
     A pass of the mixture has as many samples as all sources together, or ``num_samples``; the next one goes on where it
-    ended. Without weights every sample of every source comes exactly once in a pass.
+    ended. Without weights every sample of every source comes exactly once in a pass. A mixture with weights or
+    ``num_samples`` may be a source of another one, but not part of other datasets, which know one pass only.
 
     Args:
         sources: datasets with a length, or ``dict(type=...)``.
@@ -155,6 +156,9 @@ class Mixture(Dataset[Any]):
         if num_samples is not None and num_samples < 1:
             raise ConfigError(f"{where}.num_samples: {num_samples} is not allowed, give 1 or more")
         self._length = num_samples or sum(self._sizes)
+        parts_are_whole = all(getattr(source, "in_one_pass", True) for source in self.sources)
+        self.in_one_pass = weights is None and self._length == sum(self._sizes) and parts_are_whole
+        """Whether every pass has each sample once. Other datasets read one pass only, and refuse a mixture without that."""
         prints = [getattr(source, "fingerprint", len(source)) for source in self.sources]
         self.fingerprint = print_of_parts("Mixture", self._length, [*prints, *self.weights])
         """Changes with the fingerprints of the sources, the weights and ``num_samples``."""

@@ -19,7 +19,7 @@ from ....core.base.errors import ConfigError, DataError, one_of
 from ....core.base.registry import DATASETS
 from ....core.random.generators import nth_seed
 from ....core.random.permutation import Indices, hashed
-from ..dataset_wrappers import build_dataset
+from ..dataset_wrappers import build_dataset, check_in_one_pass
 from ..samplers import tell_epoch
 from ..sources.file_source import SUFFIX, as_function, kept, print_of_parts
 from ..stream_orders import Order, default_order
@@ -100,6 +100,12 @@ class DocumentIndex:
             self._kept.move_to_end(key)
             return self._kept[key]
         lengths = np.asarray(self.lengths[group * GROUP : (group + 1) * GROUP], np.int64) + self.extra
+        before = int(self.group_ends[group - 1]) if group else 0
+        if before + int(lengths.sum()) != int(self.group_ends[group]):
+            raise DataError(
+                f"documents from number {group * GROUP} on have {int(lengths.sum())} tokens, they had {int(self.group_ends[group]) - before} when "
+                "they were counted; remove the index of their lengths, lengths-*.ftindex"
+            )
         order = np.arange(len(lengths))
         if self.seed is not None:
             order = _shuffled(len(lengths), nth_seed(nth_seed(self.seed % 2**64, number), group))
@@ -194,6 +200,7 @@ class PackedTokens(Dataset[Any]):
         self.source = build_dataset(source, f"{where}.source")
         if isinstance(self.source, IterableDataset) or not hasattr(self.source, "__len__"):
             raise ConfigError(f"{where}.source: {type(self.source).__name__} has no length, give a dataset with one")
+        check_in_one_pass(self.source, f"{where}.source")
         _check_options(length, labels, last, pad_token, where)
         for name, token in (("end_token", end_token), ("pad_token", pad_token)):
             if token is not None and not 0 <= token < (vocab_size or 2**63):
