@@ -67,7 +67,7 @@ ROWS: dict[str, tuple[Any, str]] = {
     "token outside": (packed(end_token=9, vocab_size=8), f"{WHERE}.end_token: 9 is not allowed, give a token from 0 to 7"),
     "the same end twice": (packed(source={**TOKENS, "end_token": 0}, end_token=0), f"{WHERE}.end_token: 0 ends the documents of {WHERE}.source already"),
     "the same end twice in a mixture": (
-        packed(source=dict(type="Mixture", sources=[TOKENS, {**TOKENS, "end_token": 0}], weights=[1, 1]), end_token=0),
+        packed(source=dict(type="Mixture", sources=[TOKENS, {**TOKENS, "end_token": 0}]), end_token=0),
         f"{WHERE}.end_token: 0 ends the documents of {WHERE}.source.sources[1] already",
     ),
     "source of another type": (packed(source=dict(type="TokenFile", paths="x")), f'{WHERE}.source.type: "TokenFile" is no known dataset, did you mean "TokenFiles"?'),
