@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -230,11 +230,12 @@ def slurm_end(where: str) -> float:
     said = os.environ.get("SLURM_JOB_END_TIME", "")
     if said.isdigit():
         return float(said)
-    said = _ask(where, "squeue", "--noheader", "--jobs", job, "--Format", "EndTime:40")
-    try:
-        return time.mktime(time.strptime(said, "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
-        raise ConfigError(f'{where}: squeue says of job {job} that it ends at "{said}", give a duration') from None
+    for pause_s in (0, 1, 2, 4):  # a job that has just begun has no end for a moment
+        time.sleep(pause_s)
+        said = _ask(where, "squeue", "--noheader", "--jobs", job, "--Format", "EndTime:40")
+        with suppress(ValueError):
+            return time.mktime(time.strptime(said, "%Y-%m-%dT%H:%M:%S"))
+    raise ConfigError(f'{where}: squeue says of job {job} that it ends at "{said}", give a duration')
 
 
 def requeue() -> str:

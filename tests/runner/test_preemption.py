@@ -532,6 +532,10 @@ def test_slurm_is_asked_for_the_end_and_requeues_only_what_runs(
     monkeypatch.delenv("SLURM_JOB_END_TIME")
     program(tmp_path, "squeue", "echo 2030-01-01T00:00:00")
     assert slurm_end("max_time") == time.mktime((2030, 1, 1, 0, 0, 0, 0, 0, -1))
+    later = tmp_path / "later"  # a job that has just begun
+    program(tmp_path, "squeue", f"if [ -e {later} ]; then echo 2030-01-01T00:00:00; else echo NONE; touch {later}; fi")
+    assert slurm_end("max_time") == time.mktime((2030, 1, 1, 0, 0, 0, 0, 0, -1))
+    monkeypatch.setattr(time, "sleep", lambda _: None)
     program(tmp_path, "squeue", "echo Unknown")
     with pytest.raises(ConfigError, match='says of job 7 that it ends at "Unknown"'):
         slurm_end("max_time")
