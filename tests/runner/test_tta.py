@@ -220,6 +220,10 @@ def test_the_hook_that_wraps_what_was_trained(tmp_path: Path) -> None:
     wrong = [
         (dict(type="Meen"), r"custom_hooks\[0\].tta_cfg.type: \"Meen\" is no known model"),
         (dict(type=Listed), r"custom_hooks\[0\].tta_cfg.type: Listed is not derived from BaseTTAModel"),
+        (
+            dict(type="Mean", data_preprocessor=dict(type="Halves")),
+            r"custom_hooks\[0\].tta_cfg.data_preprocessor: has no meaning",
+        ),
         (dict(type="Mean", module=1), r"custom_hooks\[0\].tta_cfg.module: is filled in by flextrain"),
     ]
     for cfg, says in wrong:
