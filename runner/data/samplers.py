@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import ConcatDataset, Sampler, StackDataset, Subset
 
 from ...core.base.errors import ConfigError, DataError, counted
 from ...core.base.overriding import overridden
@@ -25,10 +25,17 @@ from ...core.random.permutation import Shuffled, Straight
 
 
 def tell_epoch(part: Any, epoch: int) -> None:
-    """Call ``set_epoch`` of a dataset, a sampler or a loader, if it has one."""
-    set_epoch = getattr(part, "set_epoch", None)
-    if set_epoch is not None:
+    """Call ``set_epoch`` of a dataset, a sampler or a loader, if it has one; datasets of torch that hold others have none."""
+    if (set_epoch := getattr(part, "set_epoch", None)) is not None:
         set_epoch(epoch)
+    elif isinstance(part, (Subset, ConcatDataset, StackDataset)):
+        _tell_inside(part, epoch)
+
+
+def _tell_inside(part: Any, epoch: int) -> None:
+    inner = [part.dataset] if isinstance(part, Subset) else part.datasets
+    for dataset in inner.values() if isinstance(inner, dict) else inner:
+        tell_epoch(dataset, epoch)
 
 
 def tell_loader_epoch(loader: Any, epoch: int) -> None:
