@@ -258,6 +258,18 @@ def dealt_by(sampler: Any) -> tuple[int, int] | None:
     return cast("tuple[int, int]", dealt) if all(isinstance(one, int) for one in dealt) else None
 
 
+def check_is_told(batches: Any, where: str) -> None:
+    """Raise ConfigError if a batch sampler has a sampler of flextrain by a name by which it is not found."""
+    hidden = {name: part for name, part in getattr(batches, "__dict__", {}).items() if isinstance(part, ShardedSampler)}
+    hidden.pop("sampler", None)
+    if hidden and not (hasattr(batches, "sampler") and hasattr(batches, "set_epoch")):
+        name, part = next(iter(hidden.items()))
+        raise ConfigError(
+            f"{where}.batch_sampler: {type(batches).__name__} keeps a {type(part).__name__} as {name}, where it is told neither the epoch "
+            "nor the seed; keep it as sampler, and tell a further one the epoch in a set_epoch(epoch) of the batch sampler"
+        )
+
+
 class DividedSampler(Sampler[Any]):
     """Every ``count``-th item of a sampler, or of a batch sampler, that gives all processes the same items.
 

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from ...core.base.errors import ConfigError
 from ...core.torch_compat.torch_private import KEPT_ITERATOR, LOADER_ITERATOR, MAKE_ITERATOR
-from .samplers import DefaultSampler, DividedSampler, ShardedSampler, chain_of, dealt_by, divided_sampler
+from .samplers import DefaultSampler, DividedSampler, ShardedSampler, chain_of, check_is_told, dealt_by, divided_sampler
 from .streams.divided_streams import DividedStream, KeptPasses, divided, original, undivided
 from .streams.hugging_face import why_read_again
 
@@ -98,7 +98,7 @@ def divided_samplers(
         ConfigError: nobody knows whether a class of the user's divides, or it keeps a sampler where it is not told the epoch.
     """
     of_torch = batches is None or type(batches).__module__ in TORCHS_SAMPLERS
-    _check_is_told(batches, where)
+    check_is_told(batches, where)
     outer = sampler if of_torch else batches
     if shard[1] == 1 or asked is False or divides(batches) or divides(sampler):
         return batches, sampler
@@ -111,18 +111,6 @@ def divided_samplers(
     if not of_torch:
         return own, sampler
     return (None if batches is None else _again(batches, own)), own
-
-
-def _check_is_told(batches: Any, where: str) -> None:
-    """Raise ConfigError if a batch sampler has a sampler of flextrain by a name by which it is not found."""
-    hidden = {name: part for name, part in getattr(batches, "__dict__", {}).items() if isinstance(part, ShardedSampler)}
-    hidden.pop("sampler", None)
-    if hidden and not (hasattr(batches, "sampler") and hasattr(batches, "set_epoch")):
-        name, part = next(iter(hidden.items()))
-        raise ConfigError(
-            f"{where}.batch_sampler: {type(batches).__name__} keeps a {type(part).__name__} as {name}, where it is told neither the epoch "
-            "nor the seed; keep it as sampler, and tell a further one the epoch in a set_epoch(epoch) of the batch sampler"
-        )
 
 
 def _again(batches: Any, sampler: Any) -> BatchSampler:
