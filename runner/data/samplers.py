@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import ConcatDataset, Sampler, StackDataset, Subset
 
 from ...core.base.errors import ConfigError, DataError, counted
 from ...core.base.overriding import overridden
@@ -25,10 +25,17 @@ from ...core.random.permutation import Shuffled, Straight
 
 
 def tell_epoch(part: Any, epoch: int) -> None:
-    """Call ``set_epoch`` of a dataset, a sampler or a loader, if it has one."""
-    set_epoch = getattr(part, "set_epoch", None)
-    if set_epoch is not None:
+    """Call ``set_epoch`` of a dataset, a sampler or a loader, if it has one; datasets of torch that hold others have none."""
+    if (set_epoch := getattr(part, "set_epoch", None)) is not None:
         set_epoch(epoch)
+    elif isinstance(part, (Subset, ConcatDataset, StackDataset)):
+        _tell_inside(part, epoch)
+
+
+def _tell_inside(part: Any, epoch: int) -> None:
+    inner = [part.dataset] if isinstance(part, Subset) else part.datasets
+    for dataset in inner.values() if isinstance(inner, dict) else inner:
+        tell_epoch(dataset, epoch)
 
 
 def tell_loader_epoch(loader: Any, epoch: int) -> None:
@@ -249,6 +256,18 @@ def dealt_by(sampler: Any) -> tuple[int, int] | None:
         return sampler.index, sampler.count
     dealt = getattr(sampler, "rank", None), getattr(sampler, "num_replicas", None)
     return cast("tuple[int, int]", dealt) if all(isinstance(one, int) for one in dealt) else None
+
+
+def check_is_told(batches: Any, where: str) -> None:
+    """Raise ConfigError if a batch sampler has a sampler of flextrain by a name by which it is not found."""
+    hidden = {name: part for name, part in getattr(batches, "__dict__", {}).items() if isinstance(part, ShardedSampler)}
+    hidden.pop("sampler", None)
+    if hidden and not (hasattr(batches, "sampler") and hasattr(batches, "set_epoch")):
+        name, part = next(iter(hidden.items()))
+        raise ConfigError(
+            f"{where}.batch_sampler: {type(batches).__name__} keeps a {type(part).__name__} as {name}, where it is told neither the epoch "
+            "nor the seed; keep it as sampler, and tell a further one the epoch in a set_epoch(epoch) of the batch sampler"
+        )
 
 
 class DividedSampler(Sampler[Any]):

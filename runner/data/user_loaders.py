@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from ...core.base.errors import ConfigError
 from ...core.torch_compat.torch_private import KEPT_ITERATOR, LOADER_ITERATOR, MAKE_ITERATOR
-from .samplers import DefaultSampler, DividedSampler, ShardedSampler, chain_of, dealt_by, divided_sampler
+from .samplers import DefaultSampler, DividedSampler, ShardedSampler, chain_of, check_is_told, dealt_by, divided_sampler
 from .streams.divided_streams import DividedStream, KeptPasses, divided, original, undivided
 from .streams.hugging_face import why_read_again
 
@@ -95,9 +95,10 @@ def divided_samplers(
         asked: the ``shard`` of the configuration, None if it has none.
 
     Raises:
-        ConfigError: nobody knows whether a class of the user's divides.
+        ConfigError: nobody knows whether a class of the user's divides, or it keeps a sampler where it is not told the epoch.
     """
     of_torch = batches is None or type(batches).__module__ in TORCHS_SAMPLERS
+    check_is_told(batches, where)
     outer = sampler if of_torch else batches
     if shard[1] == 1 or asked is False or divides(batches) or divides(sampler):
         return batches, sampler

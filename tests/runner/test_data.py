@@ -21,6 +21,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
@@ -369,6 +370,16 @@ class NoItems:
     pass
 
 
+class Hiding(Sampler[Any]):
+    """A batch sampler that keeps its sampler by another name."""
+
+    def __init__(self, sampler: Any, batch_size: int = 2, drop_last: bool = False) -> None:
+        self.base = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(BatchSampler(self.base, 2, False))
+
+
 def in_batches(kind: Any) -> BatchSampler:
     return BatchSampler(kind(NUMBERS), 2, False)
 
@@ -383,6 +394,18 @@ def in_batches(kind: Any) -> BatchSampler:
         (dict(batch_sampler=in_batches(DefaultSampler)), (0, 1), False, "round_up: True would count repeated samples"),
         (dict(batch_sampler=in_batches(InfiniteSampler)), (0, 1), False, "sampler: an InfiniteSampler has no end"),
         (DataLoader(NUMBERS, batch_sampler=in_batches(DefaultSampler)), (0, 1), False, "round_up: True would count"),
+        (
+            dict(batch_sampler=dict(type=Hiding)),
+            (0, 1),
+            True,
+            "batch_sampler: Hiding keeps a DefaultSampler as base, where",
+        ),
+        (
+            DataLoader(NUMBERS, batch_sampler=Hiding(DefaultSampler(NUMBERS))),
+            (0, 1),
+            True,
+            "batch_sampler: Hiding keeps",
+        ),
     ],
 )
 def test_refused_when_built(cfg: Any, shard: tuple[int, int], training: bool, says: str) -> None:

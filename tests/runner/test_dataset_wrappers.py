@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import ConcatDataset as TorchConcatDataset
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
 from flextrain import DATASETS, FUNCTIONS, ConfigError
 from flextrain.runner.data.checks import check_dataloader
+from flextrain.runner.data.dataloaders import TrainData
 from flextrain.runner.data.dataset_wrappers import ClassBalancedDataset, ConcatDataset, RepeatDataset
 from flextrain.testing import WorkerGroup
 
@@ -103,6 +104,22 @@ def test_what_datasets_load_late() -> None:
     late.set_epoch(3)
     assert [(part.loaded, part.epoch) for part in inner] == [(1, 3), (1, 3)]
     assert built(RepeatDataset(Letters(), 2, lazy_init=True)).dataset.loaded == 1
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.processes)])
+def test_datasets_inside_those_of_torch_are_told_the_epoch(workers: int) -> None:
+    """Also in workers that are kept over epochs."""
+
+    class Epochs(Letters):
+        def __getitem__(self, index: int) -> int:  # type: ignore[override]
+            return self.epoch
+
+    around = StackDataset(a=TorchConcatDataset([Subset(Epochs(), [0, 1]), Subset(Epochs(), [2])]), b=Epochs())
+    kept = dict(num_workers=1, persistent_workers=True) if workers else {}
+    read = TrainData(built_loader(dict(dataset=around, batch_size=3, collate_fn=list, **kept), (0, 1)), 1, 0)
+    found = [[*sample.values()] for epoch in range(3) for window in read.windows(epoch) for sample in window[0]]
+    read.close()
+    assert found == [[epoch, epoch] for epoch in range(3) for _ in range(3)]
 
 
 def test_rare_categories_are_repeated() -> None:
