@@ -27,6 +27,7 @@ from .. import gradient_hooks
 from ..base import NOTHING, Optim, Strategy, kept_gradients, left_out
 from ..gathering_order import GatheringOrder, Together, message_group
 from ..gradient_hooks import Hooked, HooksAfterBackward, HooksInOrder
+from ..lost_writes import watch_forward
 from ..noted import Arranged
 from ..parts import (
     StateMemory,
@@ -300,6 +301,7 @@ class DeepSpeedStrategy(Strategy):
             for parameter in (each for head, _ in heads for each in head.parameters()):
                 _deepspeed().zero.register_external_parameter(model, parameter)
             self._engine, *_ = _deepspeed().initialize(model=model, optimizer=optimizer, config=keys)
+        self._watch_forward(model, stage)
         for _, deferred in heads:
             deferred.come_last()
         for module in engine_internals.gathering_modules(model).values() if stage == 3 and self._wrapper else ():
@@ -375,6 +377,18 @@ class DeepSpeedStrategy(Strategy):
         if not optimizer.param_groups:
             raise StrategyError(f"{wrapper.where}.optimizer: has no parameter to train, all are frozen")
         return frozen_groups
+
+    def _watch_forward(self, model: nn.Module, stage: int) -> None:
+        """Let forward raise where it writes to what the engine has elsewhere: shards, or masters."""
+        is_half = self._request.dtype is not torch.float32
+        where = "since the engine keeps its values in shards" if stage == 3 else "since the engine updates a copy of it"
+        lost = {
+            f"{path}.{key}".lstrip("."): (module, key)
+            for path, module in model.named_modules()
+            for key, parameter in module.named_parameters(recurse=False)
+            if stage == 3 or is_half or (stage and parameter.requires_grad)
+        }
+        watch_forward(self._engine, lost, where)
 
     def _adopt(self, model: nn.Module, stage: int, originals: Mapping[str, Tensor]) -> list[engine_internals.Fragment]:
         """Return the engine's fragments, after its masters got the float32 values that half precision has rounded."""

@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ...core.base.errors import StrategyError, counted
 from ...core.base.registry import STRATEGIES
-from ...core.base.tensors import parts_of
 from ...core.base.trees import tree_map_only
 from ...core.checkpoint.chunks import fill, full_tensor
 from ...core.comm import collectives as dist
@@ -48,6 +47,7 @@ from ...optim.wrapper import OptimWrapper
 from ..base import NOTHING, EvalStep, Optim, Strategy, kept_gradients
 from ..config import ANY_DEVICE, Needs
 from ..gathering_order import Together, UnitOrder, message_group
+from ..lost_writes import watch_forward
 from ..noted import Arranged, is_subclass
 from ..parts import choices, construct, explain, prepare_whole
 from ..parts.model_state import await_values
@@ -136,65 +136,25 @@ def replicas_by_node(data: DataShard) -> int:
     return len(blocks)
 
 
-# Find forwards that write to parameters: FSDP has gathered them for the time of forward, and the write would be lost.
+# Forwards that write to parameters: FSDP has gathered them for the time of forward, and the write would be lost.
 
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_GATHERED = "since FSDP has gathered its parameters for forward only"
 
 
-def watch_first_forward(unit: nn.Module, names: dict[int, str]) -> None:
-    """Compare a unit's gathered parameters before and after its first forward in training, and raise if one has changed.
-
-    A moving average of another network is such; ``Embedding(max_norm=...)``, which may begin later, is refused before. Comparing
-    once costs no memory, and waits once for the device.
+def parameters_of(unit: nn.Module, names: dict[int, str]) -> dict[str, tuple[nn.Module, str]]:
+    """Return where the parameters are that FSDP gathers with a unit, by name.
 
     Args:
-        unit: a module that FSDP gathers, after ``fully_shard``.
+        unit: a module after ``fully_shard``.
         names: of the modules of the model, by id.
     """
-    if not all(map(has_values, unit.parameters())):
-        return
-    # Now, because a stage of a pipeline that is under way lets nobody go through its parameters.
-    keys = [(module, key) for module in _own_modules(unit) for key, _ in module.named_parameters(recurse=False)]
-    sums: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def begin(module: nn.Module, args: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            sums.update(_sums(keys, names))
-
-    def end(module: nn.Module, args: Any, output: Any) -> None:
-        if not sums:
-            return
-        for handle in handles:
-            handle.remove()
-        found = _sums(keys, names)
-        # A tied one that another unit gathers is another tensor by now.
-        same = [name for name, (parameter, _) in sums.items() if found[name][0] is parameter]
-        changed = torch.stack([(found[name][1] != sums[name][1]).any() for name in same]).tolist() if same else []
-        for name, is_changed in zip(same, changed, strict=True):
-            if is_changed:
-                raise StrategyError(
-                    f"model.{name}: forward writes to it, which would be lost, since FSDP has gathered its parameters for forward "
-                    "only; write to it after the update, in a hook, or make it a buffer"
-                )
-
-    # After FSDP has gathered, and before it frees.
-    handles = [unit.register_forward_pre_hook(begin), unit.register_forward_hook(end, prepend=True)]
-
-
-@torch.no_grad()
-def _sums(keys: Sequence[tuple[nn.Module, str]], names: dict[int, str]) -> dict[str, tuple[Tensor, Tensor]]:
-    """The parameters as they are gathered now, and the sums of their bits, by name."""
-    found: dict[str, tuple[Tensor, Tensor]] = {}
-    for module, key in keys:
-        parameter = getattr(module, key)
-        local = next(parts_of(parameter), parameter)  # what was gathered of it
-        if local.ndim and local.numel() and local.dtype.itemsize in _WORDS:
-            name = f"{names.get(id(module), '')}.{key}".lstrip(".")
-            words = local.detach().contiguous().view(-1).view(_WORDS[local.dtype.itemsize])
-            # Also of every second word, and of every third: the same values in another order have the same sum.
-            found[name] = (parameter, torch.stack([words[::step].sum() for step in (1, 2, 3)]))
-    return found
+    return {
+        f"{names.get(id(module), '')}.{key}".lstrip("."): (module, key)
+        for module in _own_modules(unit)
+        for key, parameter in module.named_parameters(recurse=False)
+        if isinstance(parameter, DTensor) and has_shards(parameter)
+    }
 
 
 def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
@@ -482,8 +442,7 @@ class FSDPStrategy(Strategy):
         names = {id(module): name for name, module in model.named_modules()}
         for unit in (*self._units, *roots):
             settle_unit(unit)
-            if not self.config.compile:
-                watch_first_forward(unit, names)
+            watch_forward(unit, parameters_of(unit, names), _GATHERED, is_compiled=bool(self.config.compile))
         self._gather_float8(roots)
         if (data := self._averaged_over()).count > 1:
             self._used = UsedParameters(model, (*self._units, *roots), data, self.device, self.topology.rank)

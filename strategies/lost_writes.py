@@ -1,0 +1,86 @@
+"""Forwards that write to parameters whose values a strategy has elsewhere: the write would be lost, and raises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.base.errors import StrategyError
+from ..core.base.tensors import parts_of
+from ..core.torch_compat.torch_private import has_values, tables_of, version_of
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def watch_forward(
+    module: nn.Module, parameters: Mapping[str, tuple[nn.Module, str]], why: str, *, is_compiled: bool = False
+) -> None:
+    """Raise in every forward with gradients that writes to one of the parameters, as a moving average of another network is.
+
+    Torch counts writes in place, which waits for nothing. It does not count those to ``.data``. Therefore the first, second, fourth,
+    eighth forward in training, and so on, compare values too: it costs no memory, and waits for the device. The first alone would not
+    do, since the average of two networks that begin alike changes nothing there.
+
+    Args:
+        module: whose forward is watched; its hooks of before have made the parameters what forward computes with.
+        parameters: by name, the module that has the parameter, and its name there.
+        why: the write would be lost, as a part of the message.
+        is_compiled: whether the module is, or is a part of one that is; values are not compared then.
+    """
+    # Now, because a stage of a pipeline that is under way lets nobody go through its parameters.
+    places = [(name, tables_of(owner)[0], key) for name, (owner, key) in parameters.items()]
+    if not places or not all(has_values(table[key]) for _, table, key in places):
+        return
+    before: dict[str, tuple[Tensor, int]] = {}
+    sums: dict[str, Tensor] = {}
+    trained = 0
+
+    def begin(module: nn.Module, args: Any) -> None:
+        nonlocal trained
+        before.clear()
+        sums.clear()  # of a forward that an error has ended
+        if not torch.is_grad_enabled():
+            return
+        before.update(
+            (name, (held, version_of(held))) for name, table, key in places if (held := table.get(key)) is not None
+        )
+        trained += module.training
+        if module.training and not is_compiled and trained.bit_count() == 1:
+            sums.update((name, _sums(local)) for name, (held, _) in before.items() if (local := _local(held)).numel())
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        # What another module has too may be another tensor by now.
+        same = {name for name, table, key in places if name in before and table.get(key) is before[name][0]}
+        changed = {name for name in same if version_of(before[name][0]) != before[name][1]}
+        if sums:
+            both = [(name, local) for name in same & sums.keys() if (local := _local(before[name][0])).numel()]
+            if both:
+                differ = torch.stack([(_sums(local) != sums[name]).any() for name, local in both]).tolist()
+                changed.update(name for (name, _), is_other in zip(both, differ, strict=True) if is_other)
+            sums.clear()
+        before.clear()
+        if changed:
+            first = next(name for name, _, _ in places if name in changed)
+            raise StrategyError(
+                f"model.{first}: forward writes to it, which would be lost, {why}; write to it after the update, in a hook, or make it "
+                "a buffer"
+            )
+
+    hidden = torch.compiler.disable if is_compiled else lambda hook: hook
+    module.register_forward_pre_hook(hidden(begin))
+    module.register_forward_hook(hidden(end), prepend=True)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return next(parts_of(parameter), parameter).detach()
+
+
+@torch.no_grad()
+def _sums(local: Tensor) -> Tensor:
+    """The sums of the bits of a tensor."""
+    words = local.contiguous().view(-1).view(_WORDS[local.dtype.itemsize])
+    # Also of every second word, and of every third: the same values in another order have the same sum.
+    return torch.stack([words[::step].sum() for step in (1, 2, 3)])
