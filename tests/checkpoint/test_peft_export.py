@@ -190,6 +190,47 @@ def test_what_was_taken_out_by_random_numbers_is_not_exported_alone(tmp_path: Pa
     assert (logits(plain) - expected).abs().max() < 1e-6
 
 
+class Convolutions(torch.nn.Module):
+    """As many channels as adapters have ranks, so that wrong products have the right shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = torch.nn.Conv2d(4, 4, 1)
+        self.wide = torch.nn.Conv2d(4, 3, 3, padding=1, bias=False)
+        self.apart = torch.nn.Conv2d(4, 4, 3, groups=2)
+
+    def forward(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self.wide(torch.tanh(self.narrow(image)))
+        return {"loss": (found - 1).square().mean() + self.apart(image).square().mean()}
+
+
+def of_convolutions(folder: Path, targets: list[str]) -> Any:
+    images = [{"image": torch.randn(4, 5, 5, generator=torch.Generator().manual_seed(seed))} for seed in range(8)]
+    loader = dict(dataset=images, batch_size=4, collate_fn="default_collate")
+    lora = dict(type="LoRA", r=4, target_modules=targets)
+    options = {"exclude_frozen_parameters": False}
+    runner, _ = adapted_run(
+        folder, "single", 1, model=Convolutions, transforms=[lora], train_dataloader=loader, options=options
+    )
+    return runner.train()
+
+
+def test_adapters_of_convolutions_are_merged(tmp_path: Path) -> None:
+    from flextrain.core.checkpoint.export.peft_adapters import merged
+    from flextrain.core.checkpoint.load import reading
+
+    model = of_convolutions(tmp_path / "run", ["narrow", "wide"])
+    image, plain = torch.randn(2, 4, 5, 5), Convolutions()
+    before = model(image)["loss"]
+    with merged(tmp_path / "run" / "epoch_1") as source, reading(source) as reader:
+        plain.load_state_dict({key.removeprefix("model."): reader.read(key) for key in source.entries})
+    assert (plain(image)["loss"] - before).abs() < 1e-6
+    of_convolutions(tmp_path / "groups", ["apart"])
+    with merged(tmp_path / "groups" / "epoch_1") as source, reading(source) as reader:
+        with pytest.raises(CheckpointError, match="apart.base_layer.weight: is of a convolution with groups; such a"):
+            reader.read("model.apart.weight")
+
+
 def test_a_model_wrapped_by_peft_itself(tmp_path: Path) -> None:
     base = base_in(tmp_path)
     options = {key: value for key, value in LORA.items() if key != "type"}

@@ -218,10 +218,14 @@ class _Merged:
         wide = torch.promote_types(base.dtype, torch.float32)
         change = weights.read(self.up).to(wide)
         if self.down:
-            change = change @ weights.read(self.down).to(wide)
+            down = weights.read(self.down).to(wide)
+            if change.shape[1] != len(down):
+                raise CheckpointError(f"{self.base}: is of a convolution with groups; such a layer is not merged")
+            # Of a convolution, the second one has a kernel of 1, and the first one that of the base.
+            change = (change.flatten(1) @ down.flatten(1)).reshape(-1, *down.shape[1:])
         change = change.T if self.is_table else change
         if change.shape != base.shape or self.is_transposed:
-            change = change.T if change.ndim > 1 and not self.is_table else change
+            change = change.T if change.ndim == 2 and not self.is_table else change
         if change.shape != base.shape:
             raise CheckpointError(
                 f"{self.base}: has shape {tuple(base.shape)}, and its adapter {tuple(change.shape)}; such a layer is not merged"
