@@ -59,6 +59,11 @@ class Predictions(BaseMetric):
                 f"predict: the model returned {type(outputs).__name__}, return a tensor or list with an entry for each sample, or a "
                 "dict of them"
             )
+        if isinstance(outputs, tuple) and not _has_rows(outputs, count):
+            raise ConfigError(
+                f"predict: the model returned a tuple, of which a part has no entry for each of the {count} samples; return a dict, of "
+                "which such parts are left out"
+            )
         left_out = [*_without_rows(outputs, count)] if isinstance(outputs, Mapping) else []
         if unsaid := [name for name in left_out if name not in self._said]:
             self._said.update(unsaid)

@@ -522,7 +522,7 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
     source, fits, report = match_weights(opened, live, aliases(runner.strategy), revise_keys, across_adapters=True)
     report = report.with_untied(source, live).of_all().keeping(check_left_out(runner, source, refuses=strict))
     is_refused = bool(report) and (strict or not any(gather_differing(bool(fits))))
-    check_adapters(runner, opened, path, with_shapes=is_refused and bool(report.misshaped))
+    check_adapters(runner, source, path, with_shapes=is_refused and bool(report.misshaped))
     if is_refused:
         raise CheckpointError(f"{path}: does not fit the model: {report}")
     source.load(fits)

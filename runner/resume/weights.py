@@ -18,7 +18,7 @@ from ...core.checkpoint import Checkpoint, match_weights, open_weights_together
 from ...core.checkpoint.chunks import held_chunks
 from ...core.checkpoint.folders import is_local
 from ...core.checkpoint.foreign.weights_file import MODEL
-from ...core.checkpoint.weights import copies_of, is_adapter
+from ...core.checkpoint.weights import BASE, copies_of, is_adapter
 from ...core.comm import collectives as dist
 from ...core.comm.agreement import gather_differing, raising_together, told_by_rank_0
 from ...core.device.precision import running_statistics
@@ -409,16 +409,20 @@ def check_adapters(run: Run, checkpoint: Checkpoint, path: Path, *, with_shapes:
     """Compare the settings of a file's adapters with those of the model that it is loaded into; a collective.
 
     Args:
-        checkpoint: what was opened.
+        checkpoint: what was opened, under the names of the model.
         path: a checkpoint of a run, or a folder or file in peft's format.
         with_shapes: whether settings that decide on the matrices' shapes are compared too.
 
     Raises:
         CheckpointError: on every process, if the model would compute something else with the matrices of the file, or cannot
-            take them.
+            take them; or if the file has a base, out of which the adapters here have taken their first values.
     """
     with raising_together():
+        layers = [f"model.{name}" for name, _ in run.strategy.parameters() if BASE in name.split(".")]
+        has_base = any(name in checkpoint.entries for name in layers)
         if not any(map(is_adapter, checkpoint.entries)):
+            if has_base:
+                _refuse_base(run, path)
             return
         here = _by_adapter(adapter_configurations(run.strategy.module).values())
         there = _by_adapter((checkpoint.values.get(ADAPTERS) or {}).values()) or _of_peft(path)
@@ -426,6 +430,8 @@ def check_adapters(run: Run, checkpoint: Checkpoint, path: Path, *, with_shapes:
         if not pairs and len(here) == len(there) == 1:
             pairs = [(next(iter(here.values())), next(iter(there.values())))]
         for own, saved in pairs:
+            if not has_base and not checkpoint.values.get(LEFT_OUT):  # of what is left out, the values are compared
+                _check_taken(own, saved, path)
             for key in (*(_OF_SHAPES if with_shapes else ()), *_COMPARED):
                 if key == "lora_alpha" and key not in saved:
                     continue
@@ -435,6 +441,36 @@ def check_adapters(run: Run, checkpoint: Checkpoint, path: Path, *, with_shapes:
                         f"{path}: its adapter was trained with {key}={saved.get(key)!r}, and LoRA has {own.get(key)!r} here, which {what}; "
                         f"give {key}={saved.get(key)!r}"
                     )
+
+
+def _refuse_base(run: Run, path: Path) -> None:
+    """Raise CheckpointError if adapters of the model have taken their first values out of the base, which a file would put back."""
+    from ...core.checkpoint.export.peft_adapters import taken_from_base
+
+    for config in _by_adapter(adapter_configurations(run.strategy.module).values()).values():
+        if kind := taken_from_base(config):
+            raise CheckpointError(
+                f'{path}: has the base without adapters, and init_lora_weights="{kind}" has taken those of the model out of its base; '
+                "load the base before they are added"
+            )
+
+
+def _check_taken(own: Mapping[str, Any], saved: Mapping[str, Any], path: Path) -> None:
+    """Raise CheckpointError if an adapter without its base belongs to another base than that of the model."""
+    from ...core.checkpoint.export.peft_adapters import is_drawn, taken_from_base
+
+    here, there = taken_from_base(own), taken_from_base(saved)
+    if is_drawn(there):
+        raise CheckpointError(
+            f'{path}: init_lora_weights="{there}" has taken its adapter out of its base by random numbers or data, and what was left '
+            "of the base is not here; load the whole model of that run"
+        )
+    if here != there:
+        given = repr(there or True)
+        raise CheckpointError(
+            f"{path}: its adapter was trained with init_lora_weights={given}, and LoRA has {own.get('init_lora_weights')!r} here, "
+            f"which leaves another base; give init_lora_weights={given}"
+        )
 
 
 def _by_adapter(configurations: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -141,6 +141,96 @@ def test_an_adapter_is_loaded_again(tmp_path: Path) -> None:
     assert "holds nothing of the base; 21 parameters of the base keep their values" in log
 
 
+def taken_out(folder: Path, kind: str, **changes: Any) -> Any:
+    """A runner with adapters that were taken out of the base."""
+    base = base_in(folder)
+    lora = {**LORA, "init_lora_weights": kind}
+    changes = {"transforms": [lora], "model": lambda: built(base), "options": {"exclude_frozen_parameters": False}} | changes
+    return adapted_run(folder / f"{kind}_{len([*folder.iterdir()])}", "single", 1, **changes)[0]
+
+
+def test_an_adapter_that_was_taken_out_of_its_base_has_what_was_left(tmp_path: Path) -> None:
+    from flextrain.core.checkpoint.export.peft_adapters import export_adapter
+
+    runner = taken_out(tmp_path, "pissa")
+    expected = logits(runner.train())
+    export_adapter(Path(runner.work_dir) / "epoch_1", tmp_path / "adapter")
+    same = taken_out(tmp_path, "pissa")
+    same.load_checkpoint(tmp_path / "adapter", strict=True)
+    assert torch.equal(logits(same.strategy.module), expected)
+    with pytest.raises(CheckpointError, match='has the base without adapters, and init_lora_weights="pissa" has taken'):
+        same.load_checkpoint(tmp_path / "base.pth")
+    other, _ = adapted_run(tmp_path / "other", "single", load_from=str(tmp_path / "base.pth"))
+    with pytest.raises(CheckpointError, match="with init_lora_weights='pissa', and LoRA has True here, which leaves"):
+        other.load_checkpoint(tmp_path / "adapter")
+    other.load_checkpoint(Path(runner.work_dir) / "epoch_1")  # which has what was left of the base
+    assert torch.equal(logits(other.strategy.module), expected)
+    export_adapter(adapted_checkpoint(tmp_path), tmp_path / "plain")
+    with pytest.raises(CheckpointError, match="with init_lora_weights=True, and LoRA has 'pissa' here, which leaves"):
+        same.load_checkpoint(tmp_path / "plain")
+
+
+def adapted_checkpoint(folder: Path) -> Path:
+    trained(folder, LORA)
+    return folder / "run" / "epoch_1"
+
+
+def test_what_was_taken_out_by_random_numbers_is_not_exported_alone(tmp_path: Path) -> None:
+    from flextrain.core.checkpoint.export.peft_adapters import export_adapter, merged
+    from flextrain.core.checkpoint.load import reading
+
+    runner = taken_out(tmp_path, "pissa_niter_1")
+    expected = logits(runner.train())
+    checkpoint = Path(runner.work_dir) / "epoch_1"
+    with pytest.raises(CheckpointError, match="peft would not find what was left of the base; export the whole model"):
+        export_adapter(checkpoint, tmp_path / "adapter")
+    plain = llama()
+    with merged(checkpoint) as source, reading(source) as reader:
+        plain.load_state_dict({key.removeprefix("model."): reader.read(key) for key in source.entries})
+    assert (logits(plain) - expected).abs().max() < 1e-6
+
+
+class Convolutions(torch.nn.Module):
+    """As many channels as adapters have ranks, so that wrong products have the right shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = torch.nn.Conv2d(4, 4, 1)
+        self.wide = torch.nn.Conv2d(4, 3, 3, padding=1, bias=False)
+        self.apart = torch.nn.Conv2d(4, 4, 3, groups=2)
+
+    def forward(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self.wide(torch.tanh(self.narrow(image)))
+        return {"loss": (found - 1).square().mean() + self.apart(image).square().mean()}
+
+
+def of_convolutions(folder: Path, targets: list[str]) -> Any:
+    images = [{"image": torch.randn(4, 5, 5, generator=torch.Generator().manual_seed(seed))} for seed in range(8)]
+    loader = dict(dataset=images, batch_size=4, collate_fn="default_collate")
+    lora = dict(type="LoRA", r=4, target_modules=targets)
+    options = {"exclude_frozen_parameters": False}
+    runner, _ = adapted_run(
+        folder, "single", 1, model=Convolutions, transforms=[lora], train_dataloader=loader, options=options
+    )
+    return runner.train()
+
+
+def test_adapters_of_convolutions_are_merged(tmp_path: Path) -> None:
+    from flextrain.core.checkpoint.export.peft_adapters import merged
+    from flextrain.core.checkpoint.load import reading
+
+    model = of_convolutions(tmp_path / "run", ["narrow", "wide"])
+    image, plain = torch.randn(2, 4, 5, 5), Convolutions()
+    before = model(image)["loss"]
+    with merged(tmp_path / "run" / "epoch_1") as source, reading(source) as reader:
+        plain.load_state_dict({key.removeprefix("model."): reader.read(key) for key in source.entries})
+    assert (plain(image)["loss"] - before).abs() < 1e-6
+    of_convolutions(tmp_path / "groups", ["apart"])
+    with merged(tmp_path / "groups" / "epoch_1") as source, reading(source) as reader:
+        with pytest.raises(CheckpointError, match="apart.base_layer.weight: is of a convolution with groups; such a"):
+            reader.read("model.apart.weight")
+
+
 def test_a_model_wrapped_by_peft_itself(tmp_path: Path) -> None:
     base = base_in(tmp_path)
     options = {key: value for key, value in LORA.items() if key != "type"}

@@ -17,7 +17,8 @@ pytest.importorskip("transformers")
 from flextrain import FlexibleRunner
 from flextrain.cli import main
 from flextrain.core.base.errors import CheckpointError, ConfigError
-from flextrain.core.checkpoint import export_hugging_face
+from flextrain.core.checkpoint import Checkpoint, export_hugging_face
+from flextrain.core.checkpoint.load import reading
 from flextrain.testing import WorkerGroup
 
 from .folders import model_of, runner_of, save_folder, save_tokenizer, tokens
@@ -162,6 +163,46 @@ def test_averages_are_exported_too(tmp_path: Path, folder: Path) -> None:
     export_hugging_face(tmp_path / "iter_2", tmp_path / "averaged", averaged=True)
     export_hugging_face(tmp_path / "iter_2", tmp_path / "last")
     assert not torch.equal(_logits(loaded(tmp_path / "averaged")), _logits(loaded(tmp_path / "last")))
+
+
+def head_first(dtype: str) -> Any:
+    """A tied Llama whose head comes before its embeddings, under whose name files have the two."""
+    model: Any = model_of("llama", tie_word_embeddings=True).to(getattr(torch, dtype))
+    inner = model.model
+    del model.model
+    model.model = inner
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_averages_of_tied_weights_have_the_name_that_files_have(tmp_path: Path, dtype: str) -> None:
+    runner = runner_of(tmp_path, dict(type=head_first, dtype=dtype), lr=0.5, custom_hooks=[dict(type="EMAHook", momentum=0.5)])
+    runner.train()
+    runner.close()
+    checkpoint = Checkpoint.open(tmp_path / "iter_2")
+    assert "model.lm_head.weight" in checkpoint.entries
+    with reading(checkpoint) as reader:
+        expected = reader.read("hook.EMAHook/averaged.lm_head.weight")
+    export_hugging_face(tmp_path / "iter_2", tmp_path / "averaged", averaged=True)
+    found = loaded(tmp_path / "averaged").state_dict()["model.embed_tokens.weight"]
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
+
+
+def with_norm(dtype: str, of_norm: str) -> Any:
+    model: Any = model_of("llama").to(getattr(torch, dtype))
+    model.model.norm.to(getattr(torch, of_norm))
+    return model
+
+
+@pytest.mark.parametrize("most, other", [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_the_configuration_has_the_dtype_of_most_weights(tmp_path: Path, most: str, other: str) -> None:
+    """In which from_pretrained reads all of them."""
+    runner = runner_of(tmp_path, dict(type=with_norm, dtype=most, of_norm=other))
+    runner.export_hugging_face(tmp_path / "folder")
+    runner.close()
+    written = json.loads((tmp_path / "folder" / "config.json").read_text())
+    assert written["dtype"] == most
 
 
 class Inside(nn.Module):

@@ -38,6 +38,7 @@ class Net(nn.Module):
         return {
             "tensor": logits,
             "tuple": (index, (logits, index)),
+            "states": (logits, logits.T),  # as a recurrent layer returns its state by layers
             "list": [int(each) for each in index],
             "dict": {
                 "loss": logits.mean(),
@@ -120,6 +121,10 @@ def test_what_a_model_may_return(tmp_path: Path) -> None:
         (
             dict(gives="number"),
             "predict: the model returned Tensor, return a tensor or list with an entry for each sample",
+        ),
+        (
+            dict(gives="states"),
+            "predict: the model returned a tuple, of which a part has no entry for each of the 2 samples; return a dict",
         ),
         (
             dict(loader={**data(), "shuffle": True}),

@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
 import shutil
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...base.errors import CheckpointError
-from ...base.tensors import DTYPES
 from ...hugging_face import transformers_private as private
 from ...hugging_face.pretrained import CONFIG, GENERATION, META_KEY, Description, meta_model, of_folder, tokenizer_files
 from ..foreign.weights_file import MODEL
 from ..load import Checkpoint, reading, what_is_not_finite
+from ..manifest import SavedTensor
 from ..weights import open_weights
 from .files import ExportedTensor, Pending, check_free, claimed, filled, local_folder
 from .peft_adapters import KEY as ADAPTERS
@@ -110,7 +112,7 @@ def write_hugging_face(
     # config.json is last: without it, no half-written folder is loaded.
     with filled(folder, CONFIG, (CONFIG, *WEIGHT_FILES)) as staged:
         written = write_shards(named, staged, tensors, parse_size(max_shard_size))
-        written += _write_beside(staged, described, files_of_tokenizer, dtype or _dtype_of(named), is_untied)
+        written += _write_beside(staged, described, files_of_tokenizer, dtype or _dtype_of(weights), is_untied)
     return [folder / name for name in dict.fromkeys(written)]
 
 
@@ -130,10 +132,10 @@ def named_weights(
 
 
 def write_configuration(
-    folder: Path, source: Checkpoint, described: Description, dtype: torch.dtype | None, is_untied: bool
+    folder: Path, weights: Iterable[ExportedTensor], described: Description, dtype: torch.dtype | None, is_untied: bool
 ) -> list[str]:
     """Write what ``from_pretrained`` reads beside the weights that ``named_weights`` has returned; return the files' names."""
-    return _write_beside(folder, described, _own_tokenizer(described), dtype or _dtype_of(source), is_untied)
+    return _write_beside(folder, described, _own_tokenizer(described), dtype or _dtype_of(weights), is_untied)
 
 
 def _write_beside(
@@ -150,9 +152,13 @@ def _write_beside(
     return [*written, _write(folder / CONFIG, _config(described, dtype, is_untied)).name]
 
 
-def _dtype_of(source: Checkpoint) -> torch.dtype:
-    kinds = {DTYPES[entry.dtype] for key, entry in source.entries.items() if key.startswith(MODEL)}
-    return next((kind for kind in kinds if kind.is_floating_point), torch.float32)
+def _dtype_of(weights: Iterable[ExportedTensor]) -> torch.dtype:
+    """The dtype of most numbers, in which ``from_pretrained`` reads all of them."""
+    numbers: Counter[torch.dtype] = Counter()
+    for weight in weights:
+        if weight.dtype.is_floating_point:
+            numbers[weight.dtype] += math.prod(weight.shape)
+    return max(numbers, key=lambda kind: numbers[kind], default=torch.float32)
 
 
 def _description(source: Checkpoint, config: Path | None) -> Description:
@@ -188,6 +194,7 @@ def _under_its_names(source: Checkpoint, described: Description, averaged: bool 
     for alias, first in aliases.items() if isinstance(aliases, dict) else ():
         other_names.setdefault(str(first), set()).add(str(alias))
     found: dict[str, tuple[int, ...]] = {}
+    own_names: dict[str, str] = {}
     for key in [key for key in entries if key.startswith(MODEL)]:
         entry = entries.pop(key)
         name = key.removeprefix(MODEL)
@@ -197,7 +204,7 @@ def _under_its_names(source: Checkpoint, described: Description, averaged: bool 
         if own in tied and f"{described.prefix}{tied[own]}" in other_names.get(name, ()):
             own = tied[own]
         entries[MODEL + own] = entry
-        found[own] = tuple(entry.shape)
+        found[own], own_names[name] = tuple(entry.shape), own
     lacking = [name for name in wanted if name not in found and name not in tied]
     lacking = sorted(set(lacking) - private.ignored(model, lacking, missing=True))
     if lacking:
@@ -216,7 +223,7 @@ def _under_its_names(source: Checkpoint, described: Description, averaged: bool 
         _logger.warning(
             f"{source.path}: {', '.join(extra[:6])} is exported too, {described.architecture} has no such tensor"
         )
-    return _averages_too(source, source.renamed(entries), described.prefix)
+    return source.renamed(_averages_too(entries, own_names))
 
 
 def _why(source: Checkpoint, name: str, known: Iterable[str]) -> str:
@@ -228,11 +235,16 @@ def _why(source: Checkpoint, name: str, known: Iterable[str]) -> str:
     return "; give the folder of the right configuration, config= (--config FOLDER)"
 
 
-def _averages_too(source: Checkpoint, renamed: Checkpoint, prefix: str) -> Checkpoint:
-    """Remove the prefix from the names of EMAHook's averages too."""
-    if not prefix:
-        return renamed
-    return renamed.renamed({key.replace(f"/averaged.{prefix}", "/averaged."): e for key, e in renamed.entries.items()})
+def _averages_too(entries: Mapping[str, SavedTensor], names: Mapping[str, str]) -> dict[str, SavedTensor]:
+    """Give EMAHook's averages the names of their weights, and leave out those of other weights."""
+    found: dict[str, SavedTensor] = {}
+    for key, entry in entries.items():
+        hook, mark, name = key.partition("/averaged.")
+        if not mark:
+            found[key] = entry
+        elif name in names:
+            found[f"{hook}{mark}{names[name]}"] = entry
+    return found
 
 
 def _given_tokenizer(given: Any) -> list[Path] | Any | None:

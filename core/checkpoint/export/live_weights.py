@@ -71,7 +71,7 @@ class LiveWeights:
         """Write what ``from_pretrained`` reads beside the weights; return the files' names, none for other models."""
         if self._described is None:
             return []
-        return write_configuration(folder, self._reader.checkpoint, self._described, self._dtype, self._is_untied)
+        return write_configuration(folder, self._weights, self._described, self._dtype, self._is_untied)
 
 
 @contextmanager

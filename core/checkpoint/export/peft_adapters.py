@@ -30,6 +30,8 @@ TRANSPOSED = "transposed_adapters"
 """Key of a checkpoint: names of the layers with an adapter whose weights have their inputs first, as those of Conv1D in GPT-2 do.
 Settings of an adapter have one value for all layers, which is that of the layer that peft has changed last."""
 _NOT_LORA = "peft_type"
+_TAKEN_OUT = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_DRAWN = ("pissa_niter", "corda", "lora_ga")
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,20 @@ def adapter_in(source: Checkpoint, name: str | None) -> Adapter:
             f'{source.path}: "{chosen[0].name}" is a {chosen[0].config.get(_NOT_LORA)}, only LoRA can be exported'
         )
     return chosen[0]
+
+
+def taken_from_base(config: Mapping[str, Any]) -> str:
+    """The ``init_lora_weights`` that has taken the first values of an adapter out of the weights of its base; "" if none has.
+
+    With such an adapter belongs what was left of the base, and not the base.
+    """
+    kind = config.get("init_lora_weights")
+    return kind if isinstance(kind, str) and kind.lower().startswith(_TAKEN_OUT) else ""
+
+
+def is_drawn(kind: str) -> bool:
+    """Whether what ``taken_from_base`` returns follows from random numbers or data, and so is not found again of the base alone."""
+    return kind.lower().startswith(_DRAWN)
 
 
 # Merge an adapter into the weights of its base, one tensor at a time.
@@ -202,10 +218,14 @@ class _Merged:
         wide = torch.promote_types(base.dtype, torch.float32)
         change = weights.read(self.up).to(wide)
         if self.down:
-            change = change @ weights.read(self.down).to(wide)
+            down = weights.read(self.down).to(wide)
+            if change.shape[1] != len(down):
+                raise CheckpointError(f"{self.base}: is of a convolution with groups; such a layer is not merged")
+            # Of a convolution, the second one has a kernel of 1, and the first one that of the base.
+            change = (change.flatten(1) @ down.flatten(1)).reshape(-1, *down.shape[1:])
         change = change.T if self.is_table else change
         if change.shape != base.shape or self.is_transposed:
-            change = change.T if change.ndim > 1 and not self.is_table else change
+            change = change.T if change.ndim == 2 and not self.is_table else change
         if change.shape != base.shape:
             raise CheckpointError(
                 f"{self.base}: has shape {tuple(base.shape)}, and its adapter {tuple(change.shape)}; such a layer is not merged"
@@ -379,7 +399,7 @@ def export_adapter(
         The files that were written.
 
     Raises:
-        CheckpointError: the checkpoint has no adapter, or the folder holds one already.
+        CheckpointError: the checkpoint has no adapter, or one whose base is not found again, or the folder holds one already.
 
     Source of the format: https://huggingface.co/docs/peft/developer_guides/checkpoint
     """
@@ -388,6 +408,11 @@ def export_adapter(
     if found.config.get("trainable_token_indices") is not None:
         raise CheckpointError(
             f"{source.path}: trainable_token_indices is not supported in exports; export the whole model"
+        )
+    if is_drawn(kind := taken_from_base(found.config)):
+        raise CheckpointError(
+            f'{source.path}: init_lora_weights="{kind}" has taken the adapter out of its base by random numbers or data, so peft would '
+            "not find what was left of the base; export the whole model with --merge"
         )
     check_free(folder, (CONFIG, WEIGHTS))
     weights = [
