@@ -83,13 +83,8 @@ def merged(groups: Any, where: str, kind: str) -> list[dict[str, Any]]:
 
 def settings_of(group: Mapping[str, Any]) -> str:
     """Return the settings of a group as text, to compare them; a tensor's own text has four digits."""
-<<<<<<< HEAD
     settings = {key: tree_map_only(Tensor, Tensor.tolist, value) for key, value in group.items() if key != "params"}
     return repr(sorted((key, repr(value)) for key, value in settings.items()))
-=======
-    numbers = {key: tree_map_only(Tensor, Tensor.tolist, value) for key, value in group.items() if key != "params"}
-    return repr(sorted((key, repr(value)) for key, value in numbers.items()))
->>>>>>> rev1
 
 
 def checked_groups(
