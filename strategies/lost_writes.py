@@ -12,7 +12,6 @@ from ..core.base.errors import StrategyError
 from ..core.base.tensors import parts_of
 from ..core.torch_compat.torch_private import has_values, tables_of, version_of
 
-_COMPARED = 2  # forwards
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -21,9 +20,9 @@ def watch_forward(
 ) -> None:
     """Raise in every forward with gradients that writes to one of the parameters, as a moving average of another network is.
 
-    Torch counts writes in place, which waits for nothing. It does not count those to ``.data``. Therefore the first forwards in training
-    compare values too: it costs no memory, and waits for the device. One alone would not do, since the average of two networks that
-    begin alike changes nothing there.
+    Torch counts writes in place, which waits for nothing. It does not count those to ``.data``. Therefore the first forward in training
+    compares values too: it costs no memory, and waits for the device. A write to ``.data`` that begins later, or that changes nothing
+    at first as the average of two networks that begin alike, is not seen.
 
     Args:
         module: whose forward is watched; its hooks of before have made the parameters what forward computes with.
@@ -49,7 +48,7 @@ def watch_forward(
             (name, (held, version_of(held))) for name, table, key in places if (held := table.get(key)) is not None
         )
         trained += module.training
-        if module.training and not is_compiled and trained <= _COMPARED:
+        if module.training and not is_compiled and trained == 1:
             sums.update((name, _sums(local)) for name, (held, _) in before.items() if (local := _local(held)).numel())
 
     def end(module: nn.Module, args: Any, output: Any) -> None:

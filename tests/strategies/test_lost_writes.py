@@ -46,8 +46,6 @@ class Follows(nn.Module):
         if self.kind == "nothing at first":
             with torch.no_grad():
                 self.target.weight.lerp_(self.blocks[0].weight, 0.5)
-        if self.kind == "data, nothing at first":
-            self.target.weight.data.lerp_(self.blocks[0].weight.data, 0.5)
         if self.kind == "later" and self.calls == 2:
             with torch.no_grad():
                 self.target.weight.mul_(0.9)
@@ -70,7 +68,6 @@ WRITES = {
     "in place": "target.weight",
     "another order": "target.weight",
     "nothing at first": "target.weight",
-    "data, nothing at first": "target.weight",
     "later": "target.weight",
     "trained": "blocks.0.weight",
     "none": "",
