@@ -251,13 +251,16 @@ class DDPStrategy(Strategy):
         if self.topology.data.count == 1:
             return Arranged()
         hooked = "which gets the gradients of one process only; register it in the model's __init__ or in a transform"
+        alone = "so its gradients are averaged over no other process"
         if not isinstance(self._model, DistributedDataParallel):
-            return Arranged(hooked=hooked)
+            # Otherwise gradients are averaged of whatever the optimizer has.
+            return Arranged(hooked=hooked, added="" if calls_itself(self.module) else alone)
         finds_unused = self.config.wrapper_arguments().get("find_unused_parameters")
         return Arranged(
-            thawed="so its gradients are averaged over no other process",
+            thawed=alone,
             frozen="" if finds_unused else "so that processes wait for its gradient",
             hooked=hooked,
+            added=alone,
         )
 
     def _check_gradients_stay(self, optim: Optim | None) -> None:

@@ -287,11 +287,13 @@ class Arranged:
         thawed: a parameter that was frozen is trainable.
         frozen: a parameter that was trainable is frozen.
         hooked: a parameter has another gradient hook.
+        added: an optimizer has a parameter that the model did not have.
     """
 
     thawed: str = ""
     frozen: str = ""
     hooked: str = ""
+    added: str = ""
 
 
 class AsAtSetup:
@@ -325,6 +327,24 @@ class AsAtSetup:
             [*map(gradient_state, self._watched)] != self._states or [*map(len, self._hooks)] != self._hook_counts
         ):
             self._check_states()
+        if self._arranged.added:
+            now = self._now_optimized()
+            if len(now) != len(self._optimized) or not all(map(is_, now, self._optimized)):
+                self._check_optimized(now)
+
+    def _now_optimized(self) -> list[Tensor]:
+        return [*chain.from_iterable(group["params"] for each in self._wrappers for group in each.param_groups)]
+
+    def _check_optimized(self, now: list[Tensor]) -> None:
+        known = {id(parameter) for parameter in (*self._optimized, *(parameter for _, parameter in self._named))}
+        if new := [parameter for parameter in now if id(parameter) not in known]:
+            names = {id(parameter): name for name, parameter in self._module().named_parameters()}
+            raise StrategyError(
+                f"model: {names.get(id(new[0]), 'a parameter that it does not have')} was given to the optimizer after set-up "
+                f"(add_param_group), {self._arranged.added}; make it in the model's __init__, or end this run and begin another with "
+                "load_from"
+            )
+        self._optimized = now
 
     def _check_parameters(self) -> None:
         now = dict(self._module().named_parameters())

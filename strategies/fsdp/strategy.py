@@ -358,7 +358,10 @@ class FSDPStrategy(Strategy):
 
     def _arranged(self) -> Arranged:
         advice = "register it before the runner gets the model, or change the gradient in the model's forward"
-        return Arranged(hooked=f"which FSDP never calls; {advice}" if self._roots else "")
+        return Arranged(
+            hooked=f"which FSDP never calls; {advice}" if self._roots else "",
+            added="so its gradients are averaged over no other process" if self._averaged_over().count > 1 else "",
+        )
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         check_real(model, "FSDPStrategy")
