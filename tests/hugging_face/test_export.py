@@ -176,7 +176,9 @@ def head_first(dtype: str) -> Any:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_averages_of_tied_weights_have_the_name_that_files_have(tmp_path: Path, dtype: str) -> None:
-    runner = runner_of(tmp_path, dict(type=head_first, dtype=dtype), lr=0.5, custom_hooks=[dict(type="EMAHook", momentum=0.5)])
+    runner = runner_of(
+        tmp_path, dict(type=head_first, dtype=dtype), lr=0.5, custom_hooks=[dict(type="EMAHook", momentum=0.5)]
+    )
     runner.train()
     runner.close()
     checkpoint = Checkpoint.open(tmp_path / "iter_2")
