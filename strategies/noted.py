@@ -312,7 +312,8 @@ class AsAtSetup:
         self._named = list(module().named_parameters())
         self._trained = {id(parameter) for _, parameter in self._named if parameter.requires_grad}
         self._at_setup = [(name, p, p.requires_grad, gradient_hooks(p)) for name, p in self._named]
-        known = {id(p) for group in optim.param_groups for p in group["params"]} | self._trained
+        self._optimized = [p for group in optim.param_groups for p in group["params"]]
+        known = {*map(id, self._optimized)} | self._trained
         self._watched = [p for _, p in self._named if arranged != Arranged() or id(p) not in known]
         self._note_tables()
         self._note_states()
@@ -328,14 +329,15 @@ class AsAtSetup:
         ):
             self._check_states()
         if self._arranged.added:
-            now = self._now_optimized()
-            if len(now) != len(self._optimized) or not all(map(is_, now, self._optimized)):
-                self._check_optimized(now)
+            self._check_optimized()
 
     def _now_optimized(self) -> list[Tensor]:
-        return [*chain.from_iterable(group["params"] for each in self._wrappers for group in each.param_groups)]
+        return [*chain.from_iterable(group["params"] for group in self._optim.param_groups)]
 
-    def _check_optimized(self, now: list[Tensor]) -> None:
+    def _check_optimized(self) -> None:
+        now = self._now_optimized()
+        if len(now) == len(self._optimized) and all(map(is_, now, self._optimized)):
+            return
         known = {id(parameter) for parameter in (*self._optimized, *(parameter for _, parameter in self._named))}
         if new := [parameter for parameter in now if id(parameter) not in known]:
             names = {id(parameter): name for name, parameter in self._module().named_parameters()}
@@ -354,7 +356,7 @@ class AsAtSetup:
         self._note_tables()
 
     def _check_states(self) -> None:
-        optimized = {id(p) for group in self._optim.param_groups for p in group["params"]}
+        optimized = {*map(id, self._now_optimized())}
         for name, parameter, was_trained, hooks in self._at_setup:
             if parameter.requires_grad is not was_trained and (why := self._why_not(was_trained)):
                 states = "is frozen now and was trainable" if was_trained else "is trainable now and was frozen"
