@@ -382,7 +382,7 @@ class Strategy:
         self._puts_off_sync = type(self).grad_sync is not Strategy.grad_sync or bool(overridden(self, "grad_sync"))
         self._check_precision()
         if optim is not None:
-            noted.unchanged = AsAtSetup(lambda: self.module, self._arranged(), [*optim.wrappers.values()])
+            noted.unchanged = AsAtSetup(lambda: self.module, self._arranged())
             check_savable(self.module, left_out(self))
             noted.at_setup = tensor_names(self.module)
         if several:

@@ -29,7 +29,6 @@ from ..core.torch_compat.torch_private import (
     tensors_of,
     users_gradient_hooks,
 )
-from ..optim.wrapper import OptimWrapper
 from .gradient_hooks import Hooked
 
 # Names: parameter and buffer names of the whole model, their aliases, and which process holds and saves each.
@@ -287,13 +286,11 @@ class Arranged:
         thawed: a parameter that was frozen is trainable.
         frozen: a parameter that was trainable is frozen.
         hooked: a parameter has another gradient hook.
-        added: an optimizer has a parameter that the model did not have.
     """
 
     thawed: str = ""
     frozen: str = ""
     hooked: str = ""
-    added: str = ""
 
 
 class AsAtSetup:
@@ -304,21 +301,14 @@ class AsAtSetup:
     Args:
         module: returns the user's model, as it is between updates.
         arranged: what is refused besides parameters that were replaced.
-        wrappers: of the optimizers.
     """
 
-    def __init__(
-        self,
-        module: Callable[[], nn.Module],
-        arranged: Arranged,
-        wrappers: Sequence[OptimWrapper],
-    ) -> None:
-        self._module, self._arranged, self._wrappers = module, arranged, wrappers
+    def __init__(self, module: Callable[[], nn.Module], arranged: Arranged) -> None:
+        self._module, self._arranged = module, arranged
         self._named = list(module().named_parameters())
         self._trained = {id(parameter) for _, parameter in self._named if parameter.requires_grad}
         self._at_setup = [(name, p, p.requires_grad, gradient_hooks(p)) for name, p in self._named]
         self._watched = [p for _, p in self._named] if arranged != Arranged() else []
-        self._optimized = self._now_optimized() if arranged.added else []
         self._note_tables()
         self._note_states()
 
@@ -332,24 +322,6 @@ class AsAtSetup:
             [*map(gradient_state, self._watched)] != self._states or [*map(len, self._hooks)] != self._hook_counts
         ):
             self._check_states()
-        if self._arranged.added:
-            now = self._now_optimized()
-            if len(now) != len(self._optimized) or not all(map(is_, now, self._optimized)):
-                self._check_optimized(now)
-
-    def _now_optimized(self) -> list[Tensor]:
-        return [*chain.from_iterable(group["params"] for each in self._wrappers for group in each.param_groups)]
-
-    def _check_optimized(self, now: list[Tensor]) -> None:
-        known = {id(parameter) for parameter in (*self._optimized, *(parameter for _, parameter in self._named))}
-        if new := [parameter for parameter in now if id(parameter) not in known]:
-            names = {id(parameter): name for name, parameter in self._module().named_parameters()}
-            raise StrategyError(
-                f"model: {names.get(id(new[0]), 'a parameter that it does not have')} was given to the optimizer after set-up "
-                f"(add_param_group), {self._arranged.added}; make it in the model's __init__, or end this run and begin another with "
-                "load_from"
-            )
-        self._optimized = now
 
     def _check_parameters(self) -> None:
         now = dict(self._module().named_parameters())
