@@ -343,7 +343,8 @@ class Strategy:
             raise StrategyError(f"{type(self).__name__}: setup was called before, a strategy serves one model")
         self.join()
         check_sizes(model)
-        several, shaped, noted = not dist.is_alone(), partial(shape_of, self), self.noted
+        shaped = partial(shape_of, self)
+        several = not dist.is_alone()
         if several and (found := first_difference(description(model, shaped))):
             raise StrategyError(f"model: {found}; every process has to build the same model")
         if optim is not None:
@@ -353,13 +354,15 @@ class Strategy:
                 check_trainable(model)
             optim.examine(model)
         self._check_request(model, optim)
+        noted = self.noted
         blueprint = noted.blueprint = Blueprint(model, shaped)
         as_made = ParametersAsMade(model, shaped)
         if self.config.activation_checkpointing is not None:
             recompute(model, self.config.activation_checkpointing, trains=optim is not None, device=self.device)
         keep_documents_apart(model)
         self._place(model)
-        noted.names, self._module = Names(model), model
+        noted.names = Names(model)
+        self._module = model
         self._model = self._wrap(model)
         hooked = as_made.give(self.module, type(self).__name__, self.topology)
         blueprint.follow()

@@ -22,6 +22,7 @@ from ..core.model.base_model import calls_itself
 from ..core.torch_compat.torch_private import check_reduced, gradient_hooks, leave_to_others
 from ..optim.gradients import average
 from ..optim.wrapper import OptimWrapper
+from .added_parameters import refuse_added
 from .base import NOTHING, Optim, Strategy
 from .config import ANY_DEVICE, Needs, StrategyConfig
 from .noted import Arranged
@@ -242,25 +243,25 @@ class DDPStrategy(Strategy):
         if isinstance(self._model, DistributedDataParallel):
             for wrapper in optim.wrappers.values() if optim is not None else ():
                 wrapper.register_step_pre_hook(self._check_reduced)  # before the update, not in the next forward
-        if self.topology.data.count > 1 and optim is not None and calls_itself(self.module):
+        if self.topology.data.count > 1 and optim is not None:
             for wrapper in optim.wrappers.values():
-                wrapper.register_step_pre_hook(self._average_gradients)
+                if calls_itself(self.module):  # averages whatever the optimizer has
+                    wrapper.register_step_pre_hook(self._average_gradients)
+                else:
+                    refuse_added(wrapper, self.module)
         return called, optim
 
     def _arranged(self) -> Arranged:
         if self.topology.data.count == 1:
             return Arranged()
         hooked = "which gets the gradients of one process only; register it in the model's __init__ or in a transform"
-        alone = "so its gradients are averaged over no other process"
         if not isinstance(self._model, DistributedDataParallel):
-            # Otherwise gradients are averaged of whatever the optimizer has.
-            return Arranged(hooked=hooked, added="" if calls_itself(self.module) else alone)
+            return Arranged(hooked=hooked)
         finds_unused = self.config.wrapper_arguments().get("find_unused_parameters")
         return Arranged(
-            thawed=alone,
+            thawed="so its gradients are averaged over no other process",
             frozen="" if finds_unused else "so that processes wait for its gradient",
             hooked=hooked,
-            added=alone,
         )
 
     def _check_gradients_stay(self, optim: Optim | None) -> None:

@@ -31,8 +31,8 @@ def watch_forward(
         is_compiled: whether the module is, or is a part of one that is; values are not compared then.
     """
     # Now, because a stage of a pipeline that is under way lets nobody go through its parameters.
-    places = [(name, tables_of(owner)[0], key) for name, (owner, key) in parameters.items()]
-    if not places or not all(has_values(table[key]) for _, table, key in places):
+    positions = [(name, tables_of(owner)[0], key) for name, (owner, key) in parameters.items()]
+    if not positions or not all(has_values(table[key]) for _, table, key in positions):
         return
     before: dict[str, tuple[Tensor, int]] = {}
     sums: dict[str, Tensor] = {}
@@ -45,7 +45,7 @@ def watch_forward(
         if not torch.is_grad_enabled():
             return
         before.update(
-            (name, (held, version_of(held))) for name, table, key in places if (held := table.get(key)) is not None
+            (name, (held, version_of(held))) for name, table, key in positions if (held := table.get(key)) is not None
         )
         trained += module.training
         if module.training and not is_compiled and trained == 1:
@@ -53,7 +53,7 @@ def watch_forward(
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
         # What another module has too may be another tensor by now.
-        same = {name for name, table, key in places if name in before and table.get(key) is before[name][0]}
+        same = {name for name, table, key in positions if name in before and table.get(key) is before[name][0]}
         changed = {name for name in same if version_of(before[name][0]) != before[name][1]}
         if sums:
             both = [(name, local) for name in same & sums.keys() if (local := _local(before[name][0])).numel()]
@@ -63,7 +63,7 @@ def watch_forward(
             sums.clear()
         before.clear()
         if changed:
-            first = next(name for name, _, _ in places if name in changed)
+            first = next(name for name, _, _ in positions if name in changed)
             raise StrategyError(
                 f"model.{first}: forward writes to it, which would be lost, {why}; write to it after the update, in a hook, or make it "
                 "a buffer"

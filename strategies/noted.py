@@ -287,13 +287,11 @@ class Arranged:
         thawed: a parameter that was frozen is trainable.
         frozen: a parameter that was trainable is frozen.
         hooked: a parameter has another gradient hook.
-        added: an optimizer has a parameter that the model did not have.
     """
 
     thawed: str = ""
     frozen: str = ""
     hooked: str = ""
-    added: str = ""
 
 
 class AsAtSetup:
@@ -312,8 +310,7 @@ class AsAtSetup:
         self._named = list(module().named_parameters())
         self._trained = {id(parameter) for _, parameter in self._named if parameter.requires_grad}
         self._at_setup = [(name, p, p.requires_grad, gradient_hooks(p)) for name, p in self._named]
-        self._optimized = [p for group in optim.param_groups for p in group["params"]]
-        known = {*map(id, self._optimized)} | self._trained
+        known = {id(p) for group in optim.param_groups for p in group["params"]} | self._trained
         self._watched = [p for _, p in self._named if arranged != Arranged() or id(p) not in known]
         self._note_tables()
         self._note_states()
@@ -328,25 +325,6 @@ class AsAtSetup:
             [*map(gradient_state, self._watched)] != self._states or [*map(len, self._hooks)] != self._hook_counts
         ):
             self._check_states()
-        if self._arranged.added:
-            self._check_optimized()
-
-    def _now_optimized(self) -> list[Tensor]:
-        return [*chain.from_iterable(group["params"] for group in self._optim.param_groups)]
-
-    def _check_optimized(self) -> None:
-        now = self._now_optimized()
-        if len(now) == len(self._optimized) and all(map(is_, now, self._optimized)):
-            return
-        known = {id(parameter) for parameter in (*self._optimized, *(parameter for _, parameter in self._named))}
-        if new := [parameter for parameter in now if id(parameter) not in known]:
-            names = {id(parameter): name for name, parameter in self._module().named_parameters()}
-            raise StrategyError(
-                f"model: {names.get(id(new[0]), 'a parameter that it does not have')} was given to the optimizer after set-up "
-                f"(add_param_group), {self._arranged.added}; make it in the model's __init__, or end this run and begin another with "
-                "load_from"
-            )
-        self._optimized = now
 
     def _check_parameters(self) -> None:
         now = dict(self._module().named_parameters())
@@ -356,7 +334,7 @@ class AsAtSetup:
         self._note_tables()
 
     def _check_states(self) -> None:
-        optimized = {*map(id, self._now_optimized())}
+        optimized = {id(p) for group in self._optim.param_groups for p in group["params"]}
         for name, parameter, was_trained, hooks in self._at_setup:
             if parameter.requires_grad is not was_trained and (why := self._why_not(was_trained)):
                 states = "is frozen now and was trainable" if was_trained else "is trainable now and was frozen"

@@ -44,6 +44,7 @@ from ...core.torch_compat.torch_private import (
 )
 from ...optim.gradients import average
 from ...optim.wrapper import OptimWrapper
+from ..added_parameters import refuse_added
 from ..base import NOTHING, EvalStep, Optim, Strategy, kept_gradients
 from ..config import ANY_DEVICE, Needs
 from ..gathering_order import Together, UnitOrder, message_group
@@ -338,6 +339,8 @@ class FSDPStrategy(Strategy):
         for wrapper, updated in zip(wrappers, own_of, strict=True):
             assert self._sharded is not None
             self._sharded.check(wrapper)
+            if self._averaged_over().count > 1:
+                refuse_added(wrapper, self.module)
             if self._used is not None:
                 self._used.register(wrapper)
             if self._float8 is not None:
@@ -358,10 +361,7 @@ class FSDPStrategy(Strategy):
 
     def _arranged(self) -> Arranged:
         advice = "register it before the runner gets the model, or change the gradient in the model's forward"
-        return Arranged(
-            hooked=f"which FSDP never calls; {advice}" if self._roots else "",
-            added="so its gradients are averaged over no other process" if self._averaged_over().count > 1 else "",
-        )
+        return Arranged(hooked=f"which FSDP never calls; {advice}" if self._roots else "")
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         check_real(model, "FSDPStrategy")
