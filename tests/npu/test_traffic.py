@@ -130,7 +130,7 @@ def test_nothing_waits_in_two_processes(npu2: Any, tmp_path: Path, strategy: Any
             # The first forward is watched for writes to parameters, which FSDP would lose: one look for each unit. That all
             # processes leave out the same parameters is read once.
             once = between.pop(1)
-            assert all(" at strategy.py" in wait for wait in once), once
+            assert all(" at strategy.py" in wait or " at lost_writes.py" in wait for wait in once), once
         assert not between
         assert found[INTERVAL]
 
