@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ def watch_forward(
                 "a buffer"
             )
 
-    hidden = torch.compiler.disable if is_compiled else lambda hook: hook
+    hidden: Callable[[Any], Any] = torch.compiler.disable if is_compiled else lambda hook: hook
     module.register_forward_pre_hook(hidden(begin))
     module.register_forward_hook(hidden(end), prepend=True)
 

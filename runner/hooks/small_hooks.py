@@ -229,7 +229,8 @@ class PrepareTTAHook(Hook):
         kind = MODELS.check(tta_cfg, f"{where}.tta_cfg", ("module",))
         if isinstance(kind, type) and not issubclass(kind, BaseTTAModel):
             raise ConfigError(f"{where}.tta_cfg.type: {kind.__name__} is not derived from BaseTTAModel")
-        if isinstance(tta_cfg, Mapping) and tta_cfg.get("data_preprocessor") is not None:
+        given: Any = tta_cfg
+        if isinstance(given, Mapping) and given.get("data_preprocessor") is not None:
             raise ConfigError(
                 f"{where}.tta_cfg.data_preprocessor: has no meaning beside a run's model, which keeps its own; leave it out"
             )
