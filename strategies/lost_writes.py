@@ -36,10 +36,10 @@ def watch_forward(
         return
     before: dict[str, tuple[Tensor, int]] = {}
     sums: dict[str, Tensor] = {}
-    trained = 0
+    compares = not is_compiled
 
     def begin(module: nn.Module, args: Any) -> None:
-        nonlocal trained
+        nonlocal compares
         before.clear()
         sums.clear()  # of a forward that an error has ended
         if not torch.is_grad_enabled():
@@ -47,8 +47,8 @@ def watch_forward(
         before.update(
             (name, (held, version_of(held))) for name, table, key in positions if (held := table.get(key)) is not None
         )
-        trained += module.training
-        if module.training and not is_compiled and trained == 1:
+        if compares and module.training:
+            compares = False
             sums.update((name, _sums(local)) for name, (held, _) in before.items() if (local := _local(held)).numel())
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
