@@ -30,7 +30,7 @@ from ...core.model.base_model import (
 )
 from ...core.model.batch_keys import looking_at_keys, taken_keys
 from ...core.model.module_state import leaving_buffers
-from ...core.torch_compat.torch_private import is_compiled
+from ...core.torch_compat.torch_private import is_compiled, may_have_graphs
 from ...optim.gradients import giving_nothing
 from ...optim.wrapper import OptimWrapper, StepInfo
 from ...optim.wrapper_dict import OptimWrapperDict
@@ -178,6 +178,7 @@ class Stepper:
         self._autocast: Callable[[], AbstractContextManager[None]] | None = strategy.autocast if casts else None
         # CUDA graphs write every replay's outputs to the same memory, but outputs are kept until a line is logged.
         self._reuses_outputs = bool(strategy.config.compile) or is_compiled(module)
+        self._reuses_gradients = self._reuses_outputs and may_have_graphs(strategy.config.compile)
         self.weighing = Weighing.of(module, strategy.device, strategy.topology)
         self._for_loss = {} if self.weighing is None else self.weighing.arguments
         if optim is not None:
@@ -326,8 +327,18 @@ class Stepper:
         """See TrainStep."""
         size = len(self.shares)
         self.micro_batch = index
+        if index and self._reuses_gradients:
+            self._keep_gradients(index, size)
         self.optim.begin(index, size)  # type: ignore[union-attr]
         return index + 1 == size if self._should_sync is None else self._should_sync()
+
+    def _keep_gradients(self, index: int, size: int) -> None:
+        """Give what is added up memory of its own, before a CUDA graph's next replay writes its gradients to that memory."""
+        kept = self._kept_gradients if index > 1 else {}
+        for parameter in self.module.parameters():
+            if (grad := parameter.grad) is not None and kept.get(parameter) is not grad:
+                parameter.grad = kept[parameter] = grad.clone()
+        self._kept_gradients = kept if index + 1 < size else {}
 
     def prepare(self, batch: Any) -> Any:
         """See TrainStep."""

@@ -21,6 +21,24 @@ from ...optim.wrapper import OptimWrapper
 from ..base import EvalStep, Optim, TrainStep
 from .config import MeshConfig
 
+
+def check_pairs(axes: Sequence[type[Axis] | Axis], device_type: str, backends: str) -> None:
+    """Raise StrategyError where a process of an axis would send a device's tensor to another one by gloo, which cannot.
+
+    Args:
+        axes: those with several processes.
+        device_type: such as "cuda".
+        backends: of the process group, as ``device:name,...``.
+    """
+    if device_type != "cpu" and f"{device_type}:gloo" in backends.split(","):
+        for axis in axes:
+            if axis.pairs:
+                raise StrategyError(
+                    f"strategy.backend: gloo cannot send {device_type} tensors from one process to another, which "
+                    f"strategy.{axis.name} does; leave it out"
+                )
+
+
 # Layout: the device meshes of a job, and the place of this process in them.
 
 
@@ -190,6 +208,7 @@ class Axis:
         divides: its processes hold different parameters of one replica of the model, not parts of each.
         overlays: it is no dimension of its own: it divides the processes of dp_shard, and of the axes inside of it, anew.
         fast: it sends within every layer; the log warns where its processes are not all on one node.
+        pairs: a process sends to a single other one, which gloo does for CPU tensors alone.
         reports_last: predictions are on its last process; otherwise on its first. May be a property of the object.
     """
 
@@ -199,6 +218,7 @@ class Axis:
     divides: ClassVar[bool] = False
     overlays: ClassVar[bool] = False
     fast: ClassVar[bool] = False
+    pairs: ClassVar[bool] = False
     reports_last: ClassVar[bool] = False
 
     example: Callable[[], Any] | None = None

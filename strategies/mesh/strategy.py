@@ -25,7 +25,7 @@ from ...core.comm.topology import DataShard, Topology
 from ..base import EvalStep, Optim, TrainStep
 from ..fsdp import FSDPStrategy
 from ..parts import check_window, computes_alone, pipeline_of, prepare_whole
-from .axis import DATA, Axis, CheckWindow, Evaluate, Layout, RunWindow
+from .axis import DATA, Axis, CheckWindow, Evaluate, Layout, RunWindow, check_pairs
 from .config import REST, MeshConfig, check_overlay, check_sizes, resolved, sizes_in
 from .context import Context
 from .experts import ExpertParallel
@@ -264,6 +264,7 @@ class MeshStrategy(FSDPStrategy):
         overlays = {name: size for name, size in self._overlays().items() if size > 1}
         layout = self._layout = Layout(sizes, folded, self.device.type, overlays)
         self._axes = [axis(self.config, layout) for axis in self.axes if {**sizes, **overlays}.get(axis.name, 1) > 1]
+        check_pairs(self._axes, self.device.type, dist.group_backend())
         for axis in reversed(self._axes):  # the first one is around all others
             if type(axis).run_window is not Axis.run_window:
                 self._window = partial(axis.run_window, inner=self._window)

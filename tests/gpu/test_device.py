@@ -19,7 +19,7 @@ from flextrain.core.device.precision import autocast_computes_in
 from flextrain.core.random.generators import load_rng_state, rng_state, set_seed
 from flextrain.testing import WorkerGroup
 
-from .runs import make_runner
+from .runs import BATCH, make_runner, spots
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_a_batch_is_copied_beside_the_work_of_the_device(device: torch.device, p
     """Neither the copy nor the host waits for what the device still has to do; what is computed with it does."""
     host = torch.arange(2.0**24)  # 64 MiB
     host = host.pin_memory() if pinned else host
-    to_device(host, device)  # makes stream and memory
+    float(to_device(host, device).double().sum())  # makes stream and memory, and loads kernels
     synchronize(device)
     over = busy(device)
     moved = to_device(host, device)
@@ -172,17 +172,21 @@ print(all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("given, grow", [("", "True"), ("expandable_segments:False", "False")])
-def test_segments_of_memory_grow_unless_the_user_says_otherwise(given: str, grow: str) -> None:
+def test_segments_of_memory_grow_unless_the_user_says_otherwise(tmp_path: Path, given: str, grow: str) -> None:
     known = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
     env = {**known, "PYTORCH_CUDA_ALLOC_CONF": given} if given else known
-    done = subprocess.run([sys.executable, "-c", SEGMENTS], env=env, capture_output=True, text=True, timeout=80)
+    command = [sys.executable, "-c", SEGMENTS]  # not here, where a part of the package is a folder of its name
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=80)
     assert done.stdout.split() == [grow], done.stderr
 
 
 @pytest.mark.accelerator
 def test_what_is_chosen_where_nothing_is_said(tmp_path: Path, kind: str) -> None:
     adamw = dict(type="AdamW", lr=1e-3)
-    runner = make_runner(tmp_path, kind, optim_wrapper=dict(type="AmpOptimWrapper", optimizer=adamw))
+    data = dict(batch_size=BATCH, dataset=spots(), collate_fn="default_collate", num_workers=1)
+    runner = make_runner(
+        tmp_path, kind, train_dataloader=data, optim_wrapper=dict(type="AmpOptimWrapper", optimizer=adamw)
+    )
     runner.train()
     assert runner.optim_wrapper is not None
     assert runner.optim_wrapper.param_groups[0]["fused"] is is_fused("AdamW", runner.strategy.device)

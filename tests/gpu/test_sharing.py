@@ -29,6 +29,8 @@ def pair(request: pytest.FixtureRequest, kind: str) -> Any:
 
 @pytest.mark.parametrize("operation", EXCHANGED)
 def test_messages(pair: Sharing, kind: str, operation: str) -> None:
+    if kind != "cpu" and operation == "send_and_receive" and pair.options.get("backend") == "gloo":
+        pytest.skip("gloo sends CPU tensors alone from one process to another, which check_pairs refuses")
     try:
         found = pair.run(exchange, operation, kind, pair.options)
     except WorkerError as error:

@@ -9,8 +9,9 @@ import pytest
 
 from flextrain.testing import WorkerGroup, check_strategy
 
-# Sums in another order, and other kernels for other sizes of a batch, at each of a few updates.
-TOLERANCE = 1e-5
+# Sums in another order, other kernels for other sizes of a batch, and AdamW in one kernel or in several, at each of a few
+# updates. On an H200 it is at most 2.5e-7 with the same kernel for AdamW, and 1.1e-5 of a mean of squared gradients otherwise.
+TOLERANCE = 3e-5
 STRATEGIES: list[dict[str, Any]] = [
     dict(type="SingleDeviceStrategy"),
     dict(type="DDPStrategy"),

@@ -77,6 +77,7 @@ def test_validation_with_averages(tmp_path: Path, kind: str) -> None:
 def test_the_log_tells_the_memory(tmp_path: Path, kind: str) -> None:
     make_runner(tmp_path, kind).train()
     (log,) = tmp_path.glob("*/*.log")
-    figures = [line.partition("memory: ")[2].split()[0] for line in log.read_text().splitlines() if "memory: " in line]
+    lines = [line for line in log.read_text().splitlines() if "Epoch(train)" in line]
+    figures = [line.partition("memory: ")[2].split()[0] for line in lines]
     assert figures
     assert all(float(figure) > 0 for figure in figures)

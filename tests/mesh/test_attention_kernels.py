@@ -106,7 +106,20 @@ def test_masks(mask: str, by_hand: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     assert_equal(found, expected)
     is_masked = mask in ("window", "holes", "documents that return")
     assert bool(seen.kernels()) is not (by_hand or is_masked)
-    assert ("logsumexp" in seen.names) is (by_hand or is_masked)
+    assert ("logsumexp" in seen.names) is (by_hand or is_masked or mask == "documents")  # which has one of one position
+
+
+def test_a_document_of_one_position_has_no_kernel() -> None:
+    """cuDNN raises for one query with one key."""
+    given, allowed = tensors(20), MASKS["documents"](20)
+    with Names() as seen:
+        found = in_a_ring(*given, allowed)
+    assert_equal(found, on_one_device(*given, allowed))
+    called = [shapes for name, shapes in zip(seen.names, seen.shapes, strict=True) if name.startswith("_scaled_dot")]
+    forward = [(query[2], key[2]) for query, key, *rest in called if len(rest) == 1]
+    assert len(forward) > 4
+    assert (1, 1) not in forward
+    assert "logsumexp" in seen.names  # the one that is computed by hand
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -17,11 +17,16 @@ from torch.nn import functional
 
 from flextrain import MeshStrategy
 from flextrain.core.base.errors import FlexTrainError
+from flextrain.strategies.mesh.axis import Axis, check_pairs
+from flextrain.strategies.mesh.context import Context
 from flextrain.strategies.mesh.context.attention import SequenceAttention
 from flextrain.strategies.mesh.context.batches import SequenceBatches, SequenceShards
 from flextrain.strategies.mesh.context.context_parallel import check_of_transformers
 from flextrain.strategies.mesh.context.masks import CAUSAL, BatchMasks
 from flextrain.strategies.mesh.context.transformers import Interception, rule_of, shifts_labels
+from flextrain.strategies.mesh.experts import ExpertParallel
+from flextrain.strategies.mesh.pipeline import Pipeline
+from flextrain.strategies.mesh.tensor import TensorParallel
 
 from .models import of_transformers
 
@@ -259,6 +264,10 @@ CONTEXT: list[Row] = [
         multi_head,
         "model: MultiheadAttention computes its weights by hand with need_weights=True; with cp give need_weights=",
     ),
+    (
+        lambda: check_pairs([ExpertParallel, Pipeline], "cuda", "cpu:gloo,cuda:gloo"),
+        "strategy.backend: gloo cannot send cuda tensors from one process to another, which strategy.pp does; leave it",
+    ),
 ]
 
 
@@ -272,6 +281,18 @@ def test_refused(call: Callable[[], object], message: str) -> None:
         call()
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "axes, device, backends",
+    [
+        ([Context, Pipeline], "cpu", "cpu:gloo"),
+        ([Context, Pipeline], "cuda", "cpu:gloo,cuda:nccl"),
+        ([TensorParallel, ExpertParallel], "cuda", "cpu:gloo,cuda:gloo"),
+    ],
+)
+def test_axes_that_a_back_end_can_serve(axes: list[type[Axis]], device: str, backends: str) -> None:
+    check_pairs(axes, device, backends)
 
 
 def test_keys_that_may_be_absent_from_the_first_update() -> None:

@@ -81,6 +81,73 @@ def test_kept_outputs(tmp_path: Path, how: str) -> None:
     assert trained(tmp_path / "compiled", how) == plain
 
 
+class GradientInPlace(torch.autograd.Function):
+    """The same value, with a gradient that is moved to a given place, as a recorded backward's is."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, place: Tensor) -> Tensor:
+        ctx.place = place
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.place.copy_(gradient).detach(), None
+
+
+class Recorded(Net):
+    """In training its gradients lie where those of the call before lay."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.places = {name: torch.zeros_like(value) for name, value in self.net.named_parameters()}
+        self.count = 0
+
+    @torch.compiler.disable
+    def moved(self) -> dict[str, Tensor]:
+        """The weights; of every third call without the biases."""
+        self.count += 1
+        for place in self.places.values():
+            place.fill_(torch.nan)  # what was there is lost
+        found = dict(self.net.named_parameters())
+        return {
+            name: value if self.count % 3 == 1 and "bias" in name else GradientInPlace.apply(value, self.places[name])  # type: ignore[no-untyped-call]
+            for name, value in found.items()
+        }
+
+    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
+        logits = torch.func.functional_call(self.net, self.moved(), (x,))
+        return {"loss": nn.functional.cross_entropy(logits, y)}
+
+
+class RecordedStep(Recorded):
+    """The same in MMEngine's train_step."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> Any:
+        losses = self(**data, mode="loss")
+        optim_wrapper.update_params(losses["loss"])
+        return losses
+
+
+def accumulated(folder: Path, kind: type[Net], windows: int, compiles: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = kind()
+    if compiles:
+        model.compile(backend="eager")
+    optim_wrapper = dict(optimizer=dict(type="SGD", lr=0.5), accumulative_counts=windows)
+    runner = make_runner(folder, model=model, train_cfg=dict(max_epochs=1), optim_wrapper=optim_wrapper)
+    runner.train()
+    return [value.detach().clone() for value in model.parameters()]
+
+
+@pytest.mark.parametrize("windows", [1, 2, 4])
+@pytest.mark.parametrize("kind", [Recorded, RecordedStep])
+def test_gradients_are_added_up_that_lie_in_one_place(tmp_path: Path, kind: type[Net], windows: int) -> None:
+    expected = accumulated(tmp_path / "plain", lambda: Net(dropout=0.0), windows, compiles=False)  # type: ignore[arg-type]
+    found = accumulated(tmp_path / "recorded", kind, windows, compiles=True)
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
 class OwnTensors(Net):
     """Gives its own tensors to log: a buffer that counts its calls, a parameter, and a view of one."""
 

@@ -154,7 +154,7 @@ class _Blocks:
         """Return the output of a block, the logarithms of the sums of its exponentials, and random numbers."""
         query, key, value = inputs
         given = block.of_rows(query), block.of_columns(key), block.of_columns(value)
-        if self.kernel is not None and block.allowed is True:
+        if self.kernel is not None and block.takes_kernel:
             return self.kernel.forward(*given, block.is_causal, self.scale)
         positions = self._positions(block, source)
         return *block_by_hand(*given, block, self.scale, self.scores, positions), ()
@@ -176,7 +176,7 @@ class _Blocks:
         query, key, value = inputs
         given = block.of_rows(gradient), block.of_rows(query), block.of_columns(key), block.of_columns(value)
         out, sums = (block.of_rows(tensor) for tensor in of_all)
-        if self.kernel is not None and block.allowed is True:
+        if self.kernel is not None and block.takes_kernel:
             return self.kernel.backward(*given, out, sums, random, block.is_causal, self.scale)
         positions = self._positions(block, source)
         return block_by_hand_backward(*given, out, sums, block, self.scale, self.scores, positions, of_biases)

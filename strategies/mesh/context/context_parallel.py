@@ -214,6 +214,7 @@ class Context(Axis):
     name = "cp"
     folds = True
     fast = True
+    pairs = True
 
     @classmethod
     def check_config(cls, config: Any) -> None:

@@ -83,6 +83,12 @@ class AttentionBlock:
     alone: Tensor | None = None
     distance: int = 0
 
+    @property
+    def takes_kernel(self) -> bool:
+        """Whether a kernel without a mask can compute it. cuDNN's backward refuses one query with one key."""
+        is_single = all(stop - start == 1 for start, stop in (self.rows, self.columns))
+        return self.allowed is True and not is_single
+
     def of_rows(self, tensor: Tensor) -> Tensor:
         """A view of the rows of a tensor (samples, heads, queries, ...)."""
         return self._cut(tensor, self.rows)

@@ -85,6 +85,7 @@ class Pipeline(Axis):
     name = "pp"
     outer = True
     divides = True
+    pairs = True
 
     def __init__(self, config: MeshConfig, layout: Layout) -> None:
         super().__init__(config, layout)
