@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flextrain import FlexibleRunner, Hook
 from flextrain.core.checkpoint import Staging, save_checkpoint, save_in_background
+from flextrain.core.device.accelerator import is_fused
 from flextrain.core.device.device import DEVICES, device_spec, memory_mb, synchronize
 
 RESULTS = Path(__file__).parent / "results"
@@ -117,7 +118,7 @@ def by_hand(kind: str, device: torch.device, model: nn.Module, loader: DataLoade
         model.to(device)
     if kind == "bfloat16":
         cast = torch.autocast(device.type, torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=is_fused("AdamW", device), **ADAMW)
     for i, (words,) in enumerate(loader):
         with cast:
             loss = model(words.to(device, non_blocking=True))["loss"]

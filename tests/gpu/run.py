@@ -46,7 +46,7 @@ STEPS: dict[str, tuple[str, float]] = {
     "waits": ("tests/gpu/test_waits.py", 90.0),
     "strategies": ("tests/gpu/test_strategies.py", 200.0),
     "attention": ("tests/gpu/test_attention.py", 90.0),
-    "sharing": ("tests/gpu/test_sharing.py", 180.0),
+    "sharing": ("tests/gpu/test_sharing.py", 300.0),
     "mesh": ("tests/gpu/test_mesh.py", 180.0),
     "compile": ("tests/gpu/test_compile.py", 200.0),
     "benchmark": ("benchmarks/gpu.py", 120.0),
