@@ -23,6 +23,12 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
+@functools.cache
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """All nodes of a tree, found once: to walk takes longer than most of what is looked for."""
+    return tuple(ast.walk(tree))
+
+
 def private_names_of_torch(source: str, inherited: Collection[str] = ()) -> Iterator[tuple[int, str]]:
     """Line and name of each: imported, reached through a module, overridden, or an attribute of an object of torch's.
 
@@ -32,7 +38,7 @@ def private_names_of_torch(source: str, inherited: Collection[str] = ()) -> Iter
     tree = parsed(source)
     known = _known_names(tree)
     own = own_attributes(source)
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names if _is_private(alias.name))
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -66,10 +72,10 @@ def _is_private(name: str) -> bool:
     return first == "torch" and any(map(_is_hidden, rest))
 
 
-def _known_names(tree: ast.AST) -> dict[str, str]:
+def _known_names(tree: ast.Module) -> dict[str, str]:
     """What names of the source stand for, as far as that is something of torch's."""
     known: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             known |= {
                 alias.asname or alias.name.partition(".")[0]: alias.name
@@ -79,7 +85,7 @@ def _known_names(tree: ast.AST) -> dict[str, str]:
             }
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name = _resolved(node.value, known)
             known |= {node.targets[0].id: name} if name else {}
@@ -93,18 +99,23 @@ def _resolved(node: ast.AST, known: dict[str, str]) -> str | None:
     if isinstance(node, ast.Attribute):
         base = _resolved(node.value, known)
         return f"{base}.{node.attr}" if base else None
-    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+    if isinstance(node, ast.Call) and node.args and is_import_module(node.func):
         argument = node.args[0]
         return str(argument.value) if isinstance(argument, ast.Constant) else None
     return None
+
+
+def is_import_module(function: ast.AST) -> bool:
+    """Whether it is ``import_module``, by itself or of importlib."""
+    return (getattr(function, "attr", None) or getattr(function, "id", "")) == "import_module"
 
 
 @functools.cache
 def own_attributes(source: str) -> frozenset[str]:
     """Attributes that classes of the source define."""
     tree = parsed(source)
-    methods = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
-    return frozenset(methods | {node.attr for node in ast.walk(tree) if _is_set_on_self(node)})
+    methods = {node.name for node in nodes(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    return frozenset(methods | {node.attr for node in nodes(tree) if _is_set_on_self(node)})
 
 
 def _is_set_on_self(node: ast.AST) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ import flextrain.data
 import flextrain.ray
 import flextrain.testing
 
-from .private_names import own_attributes, parsed, private_names_of_torch
+from .private_names import is_import_module, nodes, own_attributes, parsed, private_names_of_torch
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ["core", "optim", "strategies", "runner"]  # a layer may import itself and what stands before it
@@ -70,11 +71,17 @@ def layer_of(module: str) -> str | None:
     return parts[1] if parts[0] == "flextrain" and len(parts) > 1 and parts[1] in LAYERS else None
 
 
-def imports(module: str, source: str) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imports(module: str, source: str) -> tuple[tuple[int, str], ...]:
+    """What ``_imports`` finds, once for all tests that ask."""
+    return tuple(_imports(module, source))
+
+
+def _imports(module: str, source: str) -> Iterator[tuple[int, str]]:
     """Line and absolute name of everything imported, also in functions and for types; ``from x import y`` as ``x.y``."""
     package = module if module.endswith("__init__") else module.rpartition(".")[0]
     package = package.removesuffix(".__init__")
-    for node in ast.walk(parsed(source)):
+    for node in nodes(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -90,7 +97,7 @@ def imports(module: str, source: str) -> Iterator[tuple[int, str]]:
 def _imports_by_call(node: ast.AST) -> bool:
     if not (isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)):
         return False
-    return ast.unparse(node.func).endswith("import_module") and isinstance(node.args[0].value, str)
+    return is_import_module(node.func) and isinstance(node.args[0].value, str)
 
 
 def strategy_classes(modules: Sources) -> dict[str, str]:
@@ -99,7 +106,7 @@ def strategy_classes(modules: Sources) -> dict[str, str]:
     for module, source in modules.items():
         if layer_of(module) != "strategies":
             continue
-        for node in ast.walk(parsed(source)):
+        for node in nodes(parsed(source)):
             bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
             if any(base.rpartition(".")[2].endswith("Strategy") for base in bases):
                 found[node.name] = module  # type: ignore[attr-defined]
@@ -125,7 +132,7 @@ def plug_ins_mentioned(modules: Sources) -> list[str]:
     classes: dict[bool, set[str]] = {True: set(), False: set()}
     for module, source in modules.items():
         if layer_of(module) or PLUG_IN.match(module):
-            found = (node.name for node in ast.walk(parsed(source)) if isinstance(node, ast.ClassDef))
+            found = (node.name for node in nodes(parsed(source)) if isinstance(node, ast.ClassDef))
             classes[bool(layer_of(module))].update(found)
     theirs = {
         name for name in classes[False] - classes[True] if re.match("_?[A-Z][a-z]+[A-Z]", name)
@@ -136,7 +143,7 @@ def plug_ins_mentioned(modules: Sources) -> list[str]:
             continue
         for number, line in enumerate(source.splitlines(), 1):
             found += [f"{module}:{number} mentions {match[0]}" for match in MENTION.finditer(line)]
-        for node in ast.walk(parsed(source)):
+        for node in nodes(parsed(source)):
             names = [getattr(node, key, None) for key in ("id", "attr", "value")]
             found += [
                 f"{module}:{node.lineno} names {name}" for name in names if isinstance(name, str) and name in theirs
@@ -162,7 +169,7 @@ def ranks_asked_for(modules: Sources) -> list[str]:
         f"{module}:{node.lineno} asks {name}"
         for module, source in modules.items()
         if not RANKS_HOME.match(module)
-        for node in ast.walk(parsed(source))
+        for node in nodes(parsed(source))
         if isinstance(node, (ast.Name, ast.Attribute, ast.alias))
         and (name := getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "name", ""))
         in RANK_NAMES

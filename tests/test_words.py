@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import LEFT_TO_FULL_UNKNOWN
-from .private_names import parsed
+from .private_names import nodes, parsed
 from .test_architecture import Sources, sources
 
 HOMES = {
@@ -72,10 +73,10 @@ def strays(modules: Sources) -> list[str]:
     return found
 
 
-def _said(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def _said(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and text of every attribute that is read and every string that is no docstring."""
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    docstrings = {id(node.value) for node in nodes(tree) if isinstance(node, ast.Expr)}
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute):
             yield node.lineno, node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
@@ -96,9 +97,9 @@ def other_words(modules: Sources) -> list[str]:
     return found
 
 
-def _names(module: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+def _names(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     yield 1, module.rpartition(".")[2]
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.lineno, node.name
         elif isinstance(node, ast.arg):
@@ -109,6 +110,7 @@ def _names(module: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.attr
 
 
+@functools.cache
 def _without_terms(name: str) -> str:
     """``OnePlainValue_x`` as ``one_x``: the words in small letters, without those that make up a term."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
@@ -125,7 +127,7 @@ def classes_of_one_name(modules: Sources) -> list[str]:
     """Classes for all to use that have the name of another one."""
     homes: dict[str, list[str]] = {}
     for module, source in modules.items():
-        for node in ast.walk(parsed(source)):
+        for node in nodes(parsed(source)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(module)
     return [

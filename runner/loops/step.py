@@ -178,7 +178,6 @@ class Stepper:
         self._autocast: Callable[[], AbstractContextManager[None]] | None = strategy.autocast if casts else None
         # CUDA graphs write every replay's outputs to the same memory, but outputs are kept until a line is logged.
         self._reuses_outputs = bool(strategy.config.compile) or is_compiled(module)
-        self._reuses_gradients = self._reuses_outputs and may_have_graphs(strategy.config.compile)
         self.weighing = Weighing.of(module, strategy.device, strategy.topology)
         self._for_loss = {} if self.weighing is None else self.weighing.arguments
         if optim is not None:
@@ -327,7 +326,7 @@ class Stepper:
         """See TrainStep."""
         size = len(self.shares)
         self.micro_batch = index
-        if index and self._reuses_gradients:
+        if index and self._reuses_outputs and may_have_graphs(self.strategy.config.compile):
             self._keep_gradients(index, size)
         self.optim.begin(index, size)  # type: ignore[union-attr]
         return index + 1 == size if self._should_sync is None else self._should_sync()

@@ -434,6 +434,24 @@ def test_a_model_without_units_is_compiled_as_a_whole(workers2: WorkerGroup) -> 
     assert workers2.run(compiled) == [True, True]
 
 
+def alone() -> tuple[set[str], set[str]]:
+    """In a worker: column-wise modules that add up the gradient of their input themselves, before and after the first batch."""
+    spec = dict(type="MeshStrategy", tp=2, plan=GATHERED, tp_kind="local")
+    with started(spec, "plain_tied", ADAMW) as session:
+        (axis,) = (each for each in session.strategy._axes if isinstance(each, TensorParallel))
+        assert axis._local is not None
+        before = {*axis._local.alone}
+        train(session.strategy, session.model, session.optim, data("plain_tied", ADAMW, 1))
+        return before, {*axis._local.alone}
+
+
+def test_modules_that_share_their_input_have_one_sum_of_its_gradient(workers2: WorkerGroup) -> None:
+    """Others have one function of autograd less. Gradients are compared in the cases of LOCAL."""
+    for before, after in workers2.run(alone):
+        assert not before
+        assert after == {"layers.0.up", "layers.1.up"}
+
+
 @pytest.mark.full
 def test_masks_of_a_models_own_plan_differ_between_heads(workers2: WorkerGroup) -> None:
     one, two = workers2.run(own_plan_masks)

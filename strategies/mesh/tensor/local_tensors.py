@@ -69,7 +69,9 @@ class LocalTensors:
         """What planned modules take and return, while it is compared."""
         self.open: list[str] = []
         """Modules whose divided outputs no row-wise module has taken yet."""
-        self._taken: tuple[Tensor, int, Tensor] | None = None
+        self.alone: frozenset[str] = frozenset()
+        """Column-wise modules that shared what they took with no other one in the first batch: each adds up its gradient itself."""
+        self._taken: tuple[Tensor, int, Tensor, str] | None = None
         for name, style in styles.items():
             module = model.get_submodule(name)
             if style.local:  # as without a style: all of it on every process, unless another axis divides it
@@ -90,13 +92,17 @@ class LocalTensors:
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalTensors:
         return self  # a copy of a model has no other processes
 
-    def taken(self, tensor: Tensor) -> Tensor:
+    def taken(self, tensor: Tensor, name: str) -> Tensor:
         """Return the tensor for a column-wise module, whose gradient is added over the processes once for all that take it."""
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor
         known, version = self._taken, version_of(tensor)
         if known is None or known[0] is not tensor or known[1] != version:
-            self._taken = known = (tensor, version, _Taken.apply(tensor, self))
+            self._taken = known = (tensor, version, _Taken.apply(tensor, self), name)
+        elif self.seen is not None:
+            self.seen.sharing |= {name, known[3]}
+        if self.seen is not None:
+            self.seen.taking.add(name)
         return known[2]
 
     def add_up(self, gradient: Tensor) -> Tensor:
@@ -137,7 +143,7 @@ class LocalTensors:
         Raises:
             StrategyError: on every process, if they differ, or if a part of the model has shards where it needs all.
         """
-        seen = _Seen()
+        seen, self.alone = _Seen(), frozenset()
         gradients: list[dict[str, Tensor]] = []
         try:
             for self.is_exact in (True, False):
@@ -173,6 +179,7 @@ class LocalTensors:
                 raise StrategyError(
                     f"{LOCAL_ADVICE} the gradient of {wrong[0]} differs by {wrong[1]:.1e} of its size from that of one device"
                 )
+        self.alone = frozenset(seen.taking - seen.sharing)
 
 
 class _Seen:
@@ -186,6 +193,10 @@ class _Seen:
         """Whether what is added is compared with what was added before."""
         self.dtypes: set[torch.dtype] = set()
         """Of what was added first."""
+        self.taking: set[str] = set()
+        """Column-wise modules that took an ordinary tensor which needs a gradient."""
+        self.sharing: set[str] = set()
+        """Those of them that took the same tensor as another one."""
         self._before: deque[tuple[str, Tensor]] = deque()
         self._compared: list[tuple[str, int, Tensor | None]] = []
 
@@ -297,9 +308,12 @@ class _LocalLinear(_Planned):
         return super().__call__(input)
 
     def _by_columns(self, input: Tensor) -> Tensor:
-        self._local.open.append(self._name)
-        module = self._module
-        output: Tensor = _Linear.apply(self._local.taken(input), module.weight, module.bias, None)
+        local, module = self._local, self._module
+        local.open.append(self._name)
+        if self._name in local.alone:  # one function of autograd less
+            output: Tensor = _Linear.apply(input, module.weight, module.bias, None, local)
+        else:
+            output = _Linear.apply(local.taken(input, self._name), module.weight, module.bias, None, None)
         return output
 
     def _by_rows(self, input: Tensor) -> Tensor:
@@ -307,7 +321,7 @@ class _LocalLinear(_Planned):
         if local.seen is not None:
             shard = DTensor.from_local(input.detach(), local.mesh, (Shard(input.ndim - 1),), run_check=False)
             local.seen.add(f"the input of {self._name}", _whole(shard))
-        output: Tensor = _Linear.apply(input, module.weight, module.bias, local.group)
+        output: Tensor = _Linear.apply(input, module.weight, module.bias, local.group, None)
         if local.seen is not None:
             local.seen.add(self._name, output)
         local.close()
@@ -328,11 +342,14 @@ class _Taken(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """``functional.linear`` of this process's part of DTensors; the results are added over a group, unless it is None."""
+    """``functional.linear`` of this process's part of DTensors.
+
+    The results are added over ``group``, and gradients of the input by ``local``, unless they are None.
+    """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: DTensor, bias: DTensor | None, group: Any) -> Tensor:
-        ctx.weight, ctx.bias, ctx.dtype = weight, bias, input.dtype
+    def forward(ctx: Any, input: Tensor, weight: DTensor, bias: DTensor | None, group: Any, local: LocalTensors | None) -> Tensor:
+        ctx.weight, ctx.bias, ctx.dtype, ctx.local = weight, bias, input.dtype, local
         own, added = local_tensor(weight), None if bias is None else local_tensor(bias)
         if torch.is_autocast_enabled(device := input.device.type) and input.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
@@ -357,12 +374,14 @@ def _gradients(ctx: Any, gradient: Tensor) -> Any:
         flat = gradient if gradient.ndim == 2 else gradient.reshape(-1, gradient.shape[-1])
         if needs[0]:
             of_input = _as(ctx.dtype, gradient @ own)
+            if ctx.local is not None:
+                ctx.local.add_up(of_input)
         if needs[1]:
             rows = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
             of_weight = gradient_of(ctx.weight, _as(ctx.weight.dtype, flat.T @ rows))
         if needs[2]:
             of_bias = gradient_of(ctx.bias, _as(ctx.bias.dtype, flat.sum(0)))
-        return of_input, of_weight, of_bias, None
+        return of_input, of_weight, of_bias, None, None
 
 
 def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
