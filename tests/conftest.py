@@ -43,10 +43,13 @@ LIBRARY_VARIABLES = (
 )
 THREAD_GRACE_S = 2.0
 # Imported once, in the process that all workers are forked from. Any optimizer imports torch._dynamo, and DeepSpeed's engine
-# torch's compiler: each new worker would need most of a second for it. Digits are what examples and pages train on.
+# torch's compiler: each new worker would need most of a second for it. Digits are what examples and pages train on, and each
+# worker takes more than a second for peft with transformers' models.
+PREFERRED = ("deepspeed", "sklearn.datasets", "peft", "transformers.models.llama.modeling_llama", "torchmetrics")
 IMPORTS = [
+    "pytest",
     "torch._inductor.compile_fx",
-    *(name for name in ("deepspeed", "sklearn.datasets") if importlib.util.find_spec(name.partition(".")[0])),
+    *(name for name in PREFERRED if importlib.util.find_spec(name.partition(".")[0])),
 ]
 
 # Tests with one of these fixtures have the marker ``processes``, as all have that are ``distributed``.
