@@ -223,6 +223,12 @@ def may_have_graphs(options: bool | Mapping[str, Any]) -> bool:
     )
 
 
+def has_recorded(module: nn.Module) -> bool:
+    """Whether ``torch.cuda.make_graphed_callables``, or a function made after it, has recorded a part of a module. 2.6, 2.15."""
+    forwards = (part.__dict__.get("forward") for part in module.modules())
+    return any("make_graphed" in getattr(forward, "__qualname__", "") for forward in forwards)
+
+
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Whether a module is what ``torch.compile`` has returned for another one, which it holds. 2.6, 2.15."""
     return "_orig_mod" in module._modules
