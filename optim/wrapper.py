@@ -158,6 +158,7 @@ class OptimWrapper:
 
     _has_seen_step = _sees_none = False  # see observe_steps
     _observing: Any = None
+    _accumulate: int
     _driven = False  # a training loop announces every micro-batch
 
     def __init__(

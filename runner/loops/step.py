@@ -30,7 +30,8 @@ from ...core.model.base_model import (
 )
 from ...core.model.batch_keys import looking_at_keys, taken_keys
 from ...core.model.module_state import leaving_buffers
-from ...core.torch_compat.torch_private import has_recorded, is_compiled, may_have_graphs
+from ...core.torch_compat.graphs_private import has_recorded, may_have_graphs
+from ...core.torch_compat.torch_private import is_compiled
 from ...optim.gradients import giving_nothing
 from ...optim.wrapper import OptimWrapper, StepInfo
 from ...optim.wrapper_dict import OptimWrapperDict
@@ -132,6 +133,7 @@ class Stepper:
     every micro-batch, and ``step`` followed by ``zero_grad``.
     """
 
+    _kept_gradients: dict[nn.Parameter, Tensor]
     predicts_in_half = False
     """Whether predictions are computed under float16 autocast, whatever the precision of training."""
 

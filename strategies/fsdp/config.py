@@ -15,7 +15,7 @@ from ...core.base.config import Config, PositiveInt
 from ...core.base.errors import ConfigError, one_of, suggest
 from ...core.base.registry import MODELS
 from ...core.device.precision import to_dtype
-from ...core.torch_compat.torch_private import may_have_graphs
+from ...core.torch_compat.graphs_private import may_have_graphs
 from ..config import StrategyConfig, function_of
 
 # MMEngine's ``model_wrapper``: translation of the arguments of torch's older FullyShardedDataParallel.

@@ -18,7 +18,7 @@ from ....core.base.overriding import overridden
 from ....core.comm.collectives import group_with_this_process
 from ....core.device.device import DEVICES
 from ....core.model.base_model import overrides
-from ....core.torch_compat.torch_private import may_have_graphs
+from ....core.torch_compat.graphs_private import may_have_graphs
 from ...base import EvalStep, Optim, TrainStep
 from ...fsdp import choose_units
 from ...noted import tied
