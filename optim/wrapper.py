@@ -158,6 +158,8 @@ class OptimWrapper:
 
     _has_seen_step = _sees_none = False  # see observe_steps
     _observing: Any = None
+    _accumulate: int
+    _driven = False  # a training loop announces every micro-batch
 
     def __init__(
         self,
@@ -188,8 +190,22 @@ class OptimWrapper:
         self._model_group: ModelGroup | None = None
         self._step_pre_hooks: list[Callable[[OptimWrapper], None]] = []
         self._backward_pre_hooks: list[Callable[[Tensor], None]] = []
-        self._index, self._size, self._driven = 0, self.accumulate, False
+        self._index, self._size = 0, self.accumulate
         self._left: int | None = None  # micro-batches from the window's first on; None: no end is known
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of an update."""
+        return self._accumulate
+
+    @accumulate.setter
+    def accumulate(self, number: int) -> None:
+        if self._driven and number != self._accumulate:
+            raise ConfigError(
+                f"{self.where}.accumulate: {self._accumulate} cannot become {number} now, a training loop has begun with it; end this run, and "
+                "resume it with other accumulative_counts"
+            )
+        self._accumulate = number
 
     # Called by the strategy, in this order
 

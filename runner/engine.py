@@ -305,6 +305,7 @@ class Engine:
             self._stepper.check(batches)
             self._is_checked = True
         outputs = self._stepper.forward_backward(batches)
+        self._stepper.keep_gradients()
         self._is_torn = False
         self._calls += 1
         if outputs is None:  # nothing in it counts

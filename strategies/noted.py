@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from ..core.base.errors import StrategyError
 from ..core.checkpoint.replicas import FrozenPrints
 from ..core.comm.agreement import gather_differing, raising_together
+from ..core.comm.collectives import is_main
 from ..core.comm.replica_check import ReplicaCheck
 from ..core.comm.topology import Topology
 from ..core.model.base_model import class_name
@@ -331,7 +333,26 @@ class AsAtSetup:
         if gone := self._trained - set(map(id, now.values())):
             name = next(name for name, parameter in self._named if id(parameter) in gone)
             raise replaced(now, self._trained, name)
+        self._check_new(now)
         self._note_tables()
+
+    def _check_new(self, now: Mapping[str, nn.Parameter]) -> None:
+        """Warn of new parameters that no optimizer has, a hook may train its own; refuse them where an engine has all that is trained."""
+        known = {id(parameter) for _, parameter in self._named}
+        optimized = {id(parameter) for group in self._optim.param_groups for parameter in group["params"]}
+        for name, parameter in now.items():
+            if id(parameter) in known or not parameter.requires_grad:
+                continue
+            if id(parameter) in optimized and self._arranged.thawed:
+                raise StrategyError(
+                    f"model: {name} was given to the optimizer after set-up (add_param_group), {self._arranged.thawed}; make it in the model's "
+                    "__init__, or end this run and begin another with load_from"
+                )
+            if id(parameter) not in optimized and is_main():
+                logging.getLogger("flextrain").warning(
+                    f"model: {name} was added when training was set up already, and no optimizer of the run has it: no update changes it; make it "
+                    "in the model's __init__, or give it to the optimizer (add_param_group)"
+                )
 
     def _check_states(self) -> None:
         optimized = {id(p) for group in self._optim.param_groups for p in group["params"]}

@@ -209,20 +209,6 @@ def is_compiled(module: nn.Module) -> bool:
     return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in module.modules())
 
 
-def may_have_graphs(options: bool | Mapping[str, Any]) -> bool:
-    """Whether ``torch.compile`` with these options may record CUDA graphs; without options the user has compiled, and it may. 2.11."""
-    if not options:
-        return True
-    given = {} if options is True else options
-    chosen = given.get("options") or {}
-    by_default = importlib.import_module("torch._inductor.config").triton.cudagraphs
-    return bool(
-        given.get("mode") in ("reduce-overhead", "max-autotune")
-        or given.get("backend") == "cudagraphs"
-        or chosen.get("triton.cudagraphs", by_default)
-    )
-
-
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Whether a module is what ``torch.compile`` has returned for another one, which it holds. 2.6, 2.15."""
     return "_orig_mod" in module._modules

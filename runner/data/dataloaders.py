@@ -29,6 +29,7 @@ from .samplers import (
     ShardedSampler,
     chain_of,
     divided_sampler,
+    held_in,
     tell_loader_epoch,
     use_shard,
     warn_of_passes,
@@ -341,6 +342,12 @@ class TrainData:
         return self._sampler if fed and isinstance(self._sampler, Splittable) else None
 
     @property
+    def draws_apart(self) -> bool:
+        """Whether what is drawn for the order of the data differs between processes."""
+        follows_seed = self.splittable is None and not is_divided(self.loader)
+        return self.diff_rank_seed and self._shard[1] > 1 and follows_seed
+
+    @property
     def sampler_name(self) -> str:
         """The name of the class or function that determines the order of the batches."""
         if self._reader is not None:
@@ -534,6 +541,7 @@ class TrainData:
         parts = (
             self.loader,
             original(self._dataset),
+            *held_in(original(self._dataset)),
             *chain_of(self._sampler),
             getattr(self.loader, "batch_sampler", None),
         )

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Sampler, StackDataset, Subset
+from torch.utils.data import ChainDataset, ConcatDataset, Sampler, StackDataset, Subset
 
 from ...core.base.errors import ConfigError, DataError, counted
 from ...core.base.overriding import overridden
@@ -28,14 +28,21 @@ def tell_epoch(part: Any, epoch: int) -> None:
     """Call ``set_epoch`` of a dataset, a sampler or a loader, if it has one; datasets of torch that hold others have none."""
     if (set_epoch := getattr(part, "set_epoch", None)) is not None:
         set_epoch(epoch)
-    elif isinstance(part, (Subset, ConcatDataset, StackDataset)):
-        _tell_inside(part, epoch)
+    else:
+        for dataset in held_in(part):
+            tell_epoch(dataset, epoch)
 
 
-def _tell_inside(part: Any, epoch: int) -> None:
-    inner = [part.dataset] if isinstance(part, Subset) else part.datasets
-    for dataset in inner.values() if isinstance(inner, dict) else inner:
-        tell_epoch(dataset, epoch)
+def held_in(part: Any) -> Iterable[Any]:
+    """The datasets that a dataset of torch holds; none of another one."""
+    if isinstance(part, Subset):
+        return [part.dataset]
+    if not isinstance(part, (ConcatDataset, StackDataset, ChainDataset)):
+        return []
+    inner: Any = part.datasets
+    if isinstance(inner, dict):
+        return inner.values()
+    return inner if isinstance(inner, (list, tuple)) else []  # a ChainDataset may have what can be read once
 
 
 def tell_loader_epoch(loader: Any, epoch: int) -> None:

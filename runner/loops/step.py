@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ from ...core.model.base_model import (
 )
 from ...core.model.batch_keys import looking_at_keys, taken_keys
 from ...core.model.module_state import leaving_buffers
-from ...core.torch_compat.torch_private import is_compiled, may_have_graphs
+from ...core.torch_compat.graphs_private import has_recorded, may_have_graphs
+from ...core.torch_compat.torch_private import is_compiled
 from ...optim.gradients import giving_nothing
 from ...optim.wrapper import OptimWrapper, StepInfo
 from ...optim.wrapper_dict import OptimWrapperDict
@@ -132,6 +133,7 @@ class Stepper:
     every micro-batch, and ``step`` followed by ``zero_grad``.
     """
 
+    _kept_gradients: dict[nn.Parameter, Tensor]
     predicts_in_half = False
     """Whether predictions are computed under float16 autocast, whatever the precision of training."""
 
@@ -177,7 +179,7 @@ class Stepper:
         casts = strategy.autocast() is not NOTHING or overridden(strategy, "autocast")
         self._autocast: Callable[[], AbstractContextManager[None]] | None = strategy.autocast if casts else None
         # CUDA graphs write every replay's outputs to the same memory, but outputs are kept until a line is logged.
-        self._reuses_outputs = bool(strategy.config.compile) or is_compiled(module)
+        self._reuses_outputs = bool(strategy.config.compile) or is_compiled(module) or has_recorded(module)
         self.weighing = Weighing.of(module, strategy.device, strategy.topology)
         self._for_loss = {} if self.weighing is None else self.weighing.arguments
         if optim is not None:
@@ -326,10 +328,21 @@ class Stepper:
         """See TrainStep."""
         size = len(self.shares)
         self.micro_batch = index
-        if index and self._reuses_outputs and may_have_graphs(self.strategy.config.compile):
+        if index and self._reuses_gradients:
             self._keep_gradients(index, size)
         self.optim.begin(index, size)  # type: ignore[union-attr]
         return index + 1 == size if self._should_sync is None else self._should_sync()
+
+    @cached_property
+    def _reuses_gradients(self) -> bool:
+        """Whether backward may write gradients to the memory of earlier ones; asked when a micro-batch has run, which may record graphs."""
+        is_compiled_here = bool(self.strategy.config.compile) or is_compiled(self.module)
+        return (is_compiled_here and may_have_graphs(self.strategy.config.compile)) or has_recorded(self.module)
+
+    def keep_gradients(self) -> None:
+        """Give gradients memory of their own where others may be written to it, when more runs before their update."""
+        if self._reuses_gradients:
+            self._keep_gradients(1, 1)
 
     def _keep_gradients(self, index: int, size: int) -> None:
         """Give what is added up memory of its own, before a CUDA graph's next replay writes its gradients to that memory."""

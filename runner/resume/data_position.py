@@ -76,6 +76,8 @@ class DataFacts(Config):
     """Workers that read a stream, whose order may depend on their number; None for other data and older checkpoints."""
     fingerprint: str | None = None
     """The dataset's ``fingerprint``, which changes with its files; None for others and older checkpoints."""
+    own_draws: bool | None = None
+    """Whether a sampler or loader that is not flextrain's draws other numbers in every shard; older checkpoints do not have this key."""
     left_out: list[LeftOut] = []
     """What is jumped over, because training went back; older checkpoints do not have this key."""
 
@@ -87,7 +89,7 @@ class DataFacts(Config):
 
 # Settings that determine the order of samples, and settings that determine how it is cut into batches.
 _ORDER = ("sampler", "sampler_seed", "shuffle", "num_samples")
-_BATCHES = ("shards", "batch_size", "accumulate", "drop_last", "epoch_length", "workers")
+_BATCHES = ("shards", "batch_size", "accumulate", "drop_last", "epoch_length", "workers", "own_draws")
 _LOADERS = ("StreamLoader", "StatefulDataLoader")  # named by older checkpoints for the stream that they read
 _OF_AN_UPDATE = ("shards", "batch_size", "accumulate")
 
@@ -111,6 +113,7 @@ def data_facts(runner: Run, loop: Mapping[str, Any]) -> DataFacts:
         by_index=sampler is not None and sampler.by_index,
         workers=data.stream_workers,
         fingerprint=data.fingerprint,
+        own_draws=data.draws_apart,
         left_out=data.left_out,
     )
 
@@ -151,8 +154,7 @@ def continue_epoch(
         runner.use_data_seed(then.seed)
     now, data = data_facts(runner, loop), runner.train_loop.data
     changed = [key for key in (*_ORDER, *_BATCHES) if getattr(then, key) != getattr(now, key)]
-    if then.workers is None and "workers" in changed:
-        changed.remove("workers")
+    changed = [key for key in changed if key not in ("workers", "own_draws") or getattr(then, key) is not None]
     if then.sampler in _LOADERS and "sampler" in changed:
         changed.remove("sampler")
     if data.splittable is not None and then.num_samples == now.num_samples:

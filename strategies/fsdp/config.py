@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, Literal
 
 import pydantic
@@ -14,6 +15,7 @@ from ...core.base.config import Config, PositiveInt
 from ...core.base.errors import ConfigError, one_of, suggest
 from ...core.base.registry import MODELS
 from ...core.device.precision import to_dtype
+from ...core.torch_compat.graphs_private import may_have_graphs
 from ..config import StrategyConfig, function_of
 
 # MMEngine's ``model_wrapper``: translation of the arguments of torch's older FullyShardedDataParallel.
@@ -238,6 +240,11 @@ class FSDPConfig(StrategyConfig):
     skip_init_weights: bool = False
     """Leave the parameters of a model given as dict or callable at zero, if a checkpoint is loaded anyway. Training or
     evaluating with one that nothing was loaded into raises; ``note_initialised`` of strategies/parts is for code that fills them itself."""
+
+    @cached_property
+    def reduces_always(self) -> bool:
+        """Whether gradients are reduced after every micro-batch: CUDA graphs would write to the memory of those that are kept whole."""
+        return self.reduce_every_micro_batch or (bool(self.compile) and may_have_graphs(self.compile))
 
     @pydantic.model_validator(mode="before")
     @classmethod

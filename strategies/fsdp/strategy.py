@@ -603,7 +603,7 @@ class FSDPStrategy(Strategy):
             raise StrategyError(
                 f"strategy: an error ended backward, after which FSDP of torch {torch.__version__} cannot go on; start again"
             )
-        if enabled or self.config.reduce_every_micro_batch:
+        if enabled or self.config.reduces_always:
             return self._noting
         return self._without_reduction()
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from .runs import ADAMW, Classifier, losses, make_runner, validation
+from flextrain import Engine
+
+from .runs import ADAMW, BATCH, Classifier, losses, make_runner, spots, validation
 
 GRAPHS = dict(mode="reduce-overhead")
 RECIPES: dict[str, dict[str, Any]] = {
@@ -80,7 +82,7 @@ class Graphed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = Classifier()
-        self.recorded: Any = None
+        self.recorded: Any = None  # by the first forward, because it needs the device
 
     def forward(self, x: Tensor, y: Tensor, mode: str = "loss") -> Any:
         features = self.inner.features(x)
@@ -90,6 +92,26 @@ class Graphed(nn.Module):
 
 
 @pytest.mark.cuda
-def test_a_part_that_the_user_has_recorded(tmp_path: Path, kind: str) -> None:
-    expected = losses(tmp_path / "eager", kind)
-    assert_close(losses(tmp_path / "recorded", kind, model=Graphed), expected)
+@pytest.mark.parametrize("windows", [1, 2])
+def test_a_part_that_the_user_has_recorded(tmp_path: Path, kind: str, windows: int) -> None:
+    changes = dict(optim_wrapper=dict(optimizer=ADAMW, accumulative_counts=windows))
+    expected = losses(tmp_path / "eager", kind, **changes)
+    assert_close(losses(tmp_path / "recorded", kind, model=Graphed, **changes), expected)
+
+
+@pytest.mark.cuda
+def test_an_engine_adds_up_the_gradients_of_several_calls(kind: str) -> None:
+    found = {}
+    batches = [[tensor.to(kind) for tensor in spots(BATCH, seed).tensors] for seed in range(3)]
+    for name, changes in (("eager", {}), ("graphs", dict(compile=GRAPHS))):
+        torch.manual_seed(0)
+        strategy = dict(type="SingleDeviceStrategy", device=kind, **changes)
+        with Engine(Classifier, strategy, dict(optimizer=dict(type="SGD", lr=0.1))) as engine:
+            for _ in range(4):  # the first ones warm up and record
+                for batch in batches[:2]:
+                    engine.forward_backward(batch)
+                engine.forward(batches[2])
+                engine.optim_step()
+            found[name] = [value.detach().clone() for value in engine.strategy.module.parameters()]
+    for mine, other in zip(found["graphs"], found["eager"], strict=True):
+        torch.testing.assert_close(mine, other, rtol=2e-3, atol=2e-4)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from flextrain import Hook
 
-from .runs import ADAMW, INTERVAL, make_runner
+from .runs import ADAMW, INTERVAL, Classifier, make_runner
 
 pytestmark = pytest.mark.cuda
 WARM_UP = INTERVAL  # updates in which libraries make their handles, and optimizers their state
@@ -53,6 +56,36 @@ class ReadsTheLoss(Hook):
         outputs["loss"].item()
 
 
+class Counts(Classifier):
+    """The mean over the items of a batch that count."""
+
+    def forward(self, x: Tensor, y: Tensor, mode: str = "loss") -> Any:
+        counted = y != 3
+        losses = functional.cross_entropy(self.head(self.features(x)), y, reduction="none") * counted
+        return {"loss": losses.sum() / counted.sum()}
+
+    def loss_weight(self, data_batch: Any) -> Tensor:
+        return (data_batch[1] != 3).sum()
+
+
+class OwnStep(Classifier):
+    """MMEngine's train_step."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        with optim_wrapper.optim_context(self):
+            losses = self(*data)
+        optim_wrapper.update_params(losses["loss"])
+        return dict(losses)
+
+
+class Taught(Classifier):
+    """With an average of a part of it beside that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.head).requires_grad_(False)
+
+
 RECIPES: dict[str, dict[str, Any]] = {
     "plain": dict(optim_wrapper=dict(optimizer=ADAMW)),
     "not fused": dict(optim_wrapper=dict(optimizer={**ADAMW, "fused": False})),
@@ -61,6 +94,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     "bfloat16": dict(optim_wrapper=dict(type="AmpOptimWrapper", dtype="bfloat16", optimizer=ADAMW)),
     "averaged and scheduled": dict(
         custom_hooks=[dict(type="EMAHook")], param_scheduler=dict(type="LinearLR", end=10, by_epoch=False)
+    ),
+    "weighted": dict(model=Counts, optim_wrapper=dict(optimizer=ADAMW, accumulative_counts=2), epochs=4),
+    "own step": dict(model=OwnStep, optim_wrapper=dict(optimizer=ADAMW, accumulative_counts=2), epochs=4),
+    "clipped by value": dict(optim_wrapper=dict(optimizer=ADAMW, clip_grad=dict(type="value", clip_value=0.1))),
+    "taught": dict(
+        model=Taught, custom_hooks=[dict(type="TeacherHook", student="head", teacher="teacher", momentum=0.01)]
     ),
 }
 STRATEGIES = {

@@ -32,6 +32,15 @@ def test_a_torch_whose_backward_cannot_end_later(name: str, monkeypatch: pytest.
     MeshStrategy(pp=2, pp_schedule="interleaved_1f1b")
 
 
+def test_graphs_that_hold_one_micro_batch() -> None:
+    with pytest.raises(
+        FlexTrainError, match=r"^strategy\.compile: CUDA graphs hold the activations of one micro-batch"
+    ):
+        MeshStrategy(pp=2, wrap="blocks", compile=dict(mode="reduce-overhead"))
+    MeshStrategy(pp=2, wrap="blocks", compile=dict(mode="max-autotune-no-cudagraphs"))
+    MeshStrategy(pp=2, wrap="blocks", compile=True)
+
+
 class Updates(OptimWrapper):
     def update_params(self, loss: Tensor) -> None:
         super().update_params(loss)

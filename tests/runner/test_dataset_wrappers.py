@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import ChainDataset, Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 from torch.utils.data import ConcatDataset as TorchConcatDataset
-from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
 from flextrain import DATASETS, FUNCTIONS, ConfigError
 from flextrain.runner.data.checks import check_dataloader
 from flextrain.runner.data.dataloaders import TrainData
 from flextrain.runner.data.dataset_wrappers import ClassBalancedDataset, ConcatDataset, RepeatDataset
+from flextrain.runner.data.streams.mixture import Mixture
 from flextrain.testing import WorkerGroup
 
 from .test_sample_seeds import Noisy, data, over_processes, rows, stir
@@ -120,6 +121,38 @@ def test_datasets_inside_those_of_torch_are_told_the_epoch(workers: int) -> None
     found = [[*sample.values()] for epoch in range(3) for window in read.windows(epoch) for sample in window[0]]
     read.close()
     assert found == [[epoch, epoch] for epoch in range(3) for _ in range(3)]
+
+
+class EpochStream(IterableDataset[int]):
+    """Gives the number of the epoch that it was told."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield self.epoch
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.processes)])
+def test_streams_inside_those_of_torch_are_told_the_epoch(workers: int) -> None:
+    kept = dict(num_workers=1, persistent_workers=True) if workers else {}
+    chained = ChainDataset([EpochStream(), ChainDataset([EpochStream()])])
+    read = TrainData(built_loader(dict(dataset=chained, batch_size=2, collate_fn=list, **kept), (0, 1)), 1, 0)
+    found = [list(window[0]) for epoch in range(3) for window in read.windows(epoch)]
+    read.close()
+    assert found == [[epoch] * 2 for epoch in range(3)]
+
+
+def test_a_mixture_of_several_passes_inside_datasets_of_torch() -> None:
+    mixture = Mixture([Letters("abcd"), Letters("e")], weights=[1, 1])
+    for around in (Subset(mixture, [0, 1, 2]), TorchConcatDataset([Letters(), StackDataset(mixture)])):
+        with pytest.raises(
+            ConfigError, match=r"dataset \(.*\): a Mixture with weights or num_samples goes on in every pass"
+        ):
+            built_loader(dict(dataset=around, batch_size=1, collate_fn=list), (0, 1))
+    built_loader(dict(dataset=Subset(Mixture([Letters(), Letters()]), [0, 1]), batch_size=1, collate_fn=list), (0, 1))
 
 
 def test_rare_categories_are_repeated() -> None:

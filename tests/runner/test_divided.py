@@ -192,6 +192,20 @@ def resumed(folder: str, kind: str) -> list[list[int]]:
     return trained_on(folder, kind, resume=f"{folder}/iter_3")
 
 
+def drawn_apart(folder: str, now: bool) -> list[list[int]]:
+    """What is trained on after the third of several updates, of an order that each process drew for itself."""
+    apart = dict(randomness=dict(seed=1, diff_rank_seed=True))
+    trained_on(folder, "weighted", False, default_hooks=dict(checkpoint=dict(by_epoch=False, interval=3)), **apart)
+    apart["randomness"]["diff_rank_seed"] = now
+    return trained_on(folder, "weighted", False, resume=f"{folder}/iter_3", **apart)
+
+
+def test_an_order_drawn_apart_is_not_drawn_together_in_the_middle(tmp_path: Path, workers2: WorkerGroup) -> None:
+    assert workers2.run(drawn_apart, str(tmp_path / "same"), True)
+    with pytest.raises(WorkerError, match="in the middle of an epoch with own_draws=True, it is False now"):
+        workers2.run(drawn_apart, str(tmp_path / "other"), False)
+
+
 @pytest.mark.parametrize("kind", ["stream", "state", "batches", "torch weighted"])
 def test_a_divided_epoch_goes_on_where_it_was(tmp_path: Path, workers2: WorkerGroup, kind: str) -> None:
     whole = workers2.run(trained_on, str(tmp_path / "whole"), kind)

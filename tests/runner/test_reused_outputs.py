@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain import BaseMetric, SingleDeviceStrategy
+from flextrain import BaseMetric, Engine, SingleDeviceStrategy
+from flextrain.testing import WorkerGroup
 
 from .training import Net, Outputs, make_runner, validation
 
@@ -54,6 +55,17 @@ class KeepsLogits(BaseMetric):
 
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
         return {"mean": float(torch.cat(results).square().sum())}
+
+
+def make_graphed_callables(module: nn.Module) -> None:
+    """Replace forward as torch's function of this name does; the results lie where those of the call before lay."""
+    forward, places = module.forward, dict[torch.Size, Tensor]()
+
+    def new_forward(*arguments: Any) -> Any:
+        found = forward(*arguments)
+        return InPlace.apply(found, places.setdefault(found.shape, torch.empty_like(found)))  # type: ignore[no-untyped-call]
+
+    module.forward = new_forward  # type: ignore[method-assign]
 
 
 def trained(folder: Path, how: str) -> tuple[list[float], float]:
@@ -128,23 +140,118 @@ class RecordedStep(Recorded):
         return losses
 
 
-def accumulated(folder: Path, kind: type[Net], windows: int, compiles: bool) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = kind()
-    if compiles:
+class OwnLoss(nn.Module):
+    """The loss, as a part of a model."""
+
+    def forward(self, logits: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits, y)
+
+
+class WithOwnLoss(Net):
+    """Its loss comes from a part."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.own_loss = OwnLoss()
+
+    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
+        return {"loss": self.own_loss(self.net(x), y)}
+
+
+def test_values_of_a_part_that_the_user_has_recorded(tmp_path: Path) -> None:
+    found = {}
+    for how in ("plain", "recorded"):
+        torch.manual_seed(0)
+        model, outputs = WithOwnLoss(), Outputs()
+        if how == "recorded":
+            make_graphed_callables(model.own_loss)
+        make_runner(tmp_path / how, model=model, train_cfg=dict(max_epochs=1), custom_hooks=[outputs]).train()
+        found[how] = [float(seen["loss"]) for seen in outputs.seen]
+    assert len(set(found["plain"])) > 2
+    assert found["recorded"] == found["plain"]
+
+
+def prepared(model: Net, how: str) -> Net:
+    """The model, of which the runner can see that something may be written to the memory of its gradients."""
+    if how == "compiled":
         model.compile(backend="eager")
+    elif how == "recorded":
+        make_graphed_callables(model.net)
+    return model
+
+
+def accumulated(folder: Path, kind: type[Net], windows: int, how: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = prepared(kind(), how)
     optim_wrapper = dict(optimizer=dict(type="SGD", lr=0.5), accumulative_counts=windows)
     runner = make_runner(folder, model=model, train_cfg=dict(max_epochs=1), optim_wrapper=optim_wrapper)
     runner.train()
     return [value.detach().clone() for value in model.parameters()]
 
 
+@pytest.mark.parametrize("how", ["compiled", "recorded"])
 @pytest.mark.parametrize("windows", [1, 2, 4])
 @pytest.mark.parametrize("kind", [Recorded, RecordedStep])
-def test_gradients_are_added_up_that_lie_in_one_place(tmp_path: Path, kind: type[Net], windows: int) -> None:
-    expected = accumulated(tmp_path / "plain", lambda: Net(dropout=0.0), windows, compiles=False)  # type: ignore[arg-type]
-    found = accumulated(tmp_path / "recorded", kind, windows, compiles=True)
+def test_gradients_are_added_up_that_lie_in_one_place(tmp_path: Path, kind: type[Net], windows: int, how: str) -> None:
+    expected = accumulated(tmp_path / "plain", lambda: Net(dropout=0.0), windows, "plain")  # type: ignore[arg-type]
+    found = accumulated(tmp_path / "recorded", kind, windows, how)
     for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def sharded(folder: Path, kind: type[Net], windows: int, **options: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    optim_wrapper = dict(optimizer=dict(type="SGD", lr=0.5), accumulative_counts=windows)
+    strategy = dict(type="FSDPStrategy", device="cpu", **options)
+    runner = make_runner(
+        folder, model=kind(), strategy=strategy, train_cfg=dict(max_epochs=1), optim_wrapper=optim_wrapper
+    )
+    runner.train()
+    found = [value.full_tensor().detach().clone() for value in runner.strategy.module.parameters()]  # type: ignore[attr-defined]
+    runner.strategy.leave()
+    return found
+
+
+class Ordinary(Net):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+
+
+class NotCompiled(Recorded):
+    """Which takes the compiler no time."""
+
+    forward = torch.compiler.disable(Recorded.forward)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.distributed
+def test_gradients_of_shards_are_not_kept_whole(workers2: WorkerGroup, tmp_path: Path) -> None:
+    expected = workers2.run(sharded, tmp_path / "plain", Ordinary, 2)
+    found = workers2.run(
+        sharded, tmp_path / "recorded", NotCompiled, 2, compile=dict(backend="eager", mode="reduce-overhead")
+    )
+    for mine, other in zip(found[0], expected[0], strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def stepped(model: Net, batches: list[dict[str, Any]]) -> list[Tensor]:
+    """Weights after an Engine's update of two calls, with a look at another batch before it."""
+    with Engine(model, "single", dict(optimizer=dict(type="SGD", lr=0.5))) as engine:
+        for batch in batches[:2]:
+            engine.forward_backward(batch, lambda output, _: output["loss"])
+        engine.forward(batches[2])
+        engine.optim_step()
+    return [value.detach().clone() for value in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["compiled", "recorded"])
+def test_gradients_of_several_calls_of_an_engine(how: str) -> None:
+    torch.manual_seed(0)
+    batches = [dict(index=0, x=torch.randn(4, 6), y=torch.tensor([0, 1, 1, 0])) for _ in range(3)]
+    torch.manual_seed(1)
+    plain = Recorded()
+    plain.moved = lambda: dict(plain.net.named_parameters())  # type: ignore[method-assign]
+    torch.manual_seed(1)
+    for mine, other in zip(stepped(prepared(Recorded(), how), batches), stepped(plain, batches), strict=True):
         torch.testing.assert_close(mine, other)
 
 

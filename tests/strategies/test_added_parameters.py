@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain import DDPStrategy, FSDPStrategy, MeshStrategy, OptimWrapper
+from flextrain import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, MeshStrategy, OptimWrapper
 from flextrain.core.base.errors import StrategyError
 from flextrain.core.comm import collectives as dist
 from flextrain.testing import WorkerGroup
@@ -43,11 +43,12 @@ STRATEGIES: dict[str, tuple[type, dict[str, Any]]] = {
     "fsdp": (FSDPStrategy, {}),
     "mesh": (MeshStrategy, dict(dp_shard=2)),
 }
+ENGINES = {f"zero{stage}": (DeepSpeedStrategy, dict(zero_optimization=dict(stage=stage))) for stage in (0, 1, 3)}
 
 
 def grown(kind: str, model: type[Growing], into_model: bool) -> tuple[str, list[float]]:
     """In a worker: what is raised when the optimizer gets a new layer after an update, and its bias in the end."""
-    make, options = STRATEGIES[kind]
+    make, options = {**STRATEGIES, **ENGINES}[kind]
     strategy: Any = make(device="cpu", **options)
     strategy.join()
     torch.manual_seed(0)
@@ -77,6 +78,16 @@ def test_it_is_refused(workers2: WorkerGroup, kind: str) -> None:
         found = workers2.run(grown, kind, Growing, into_model)
         expected = f"model: {name} was given to the optimizer after set-up (add_param_group), so its gradients are averaged over no"
         assert [text[: len(expected)] for text, _ in found] == [expected] * 2
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 3])
+def test_an_engine_refuses_it(workers2: WorkerGroup, stage: int) -> None:
+    pytest.importorskip("deepspeed", reason="needs pip install flextrain[deepspeed]")
+    found = workers2.run(grown, f"zero{stage}", Growing, True)
+    expected = (
+        "model: later.weight was given to the optimizer after set-up (add_param_group), and the engine keeps what it"
+    )
+    assert [text[: len(expected)] for text, _ in found] == [expected] * 2
 
 
 def test_a_train_step_of_its_own_averages_it(workers2: WorkerGroup) -> None:

@@ -85,9 +85,8 @@ class AttentionBlock:
 
     @property
     def takes_kernel(self) -> bool:
-        """Whether a kernel without a mask can compute it. cuDNN's backward refuses one query with one key."""
-        is_single = all(stop - start == 1 for start, stop in (self.rows, self.columns))
-        return self.allowed is True and not is_single
+        """Whether a kernel without a mask can compute it. Torch gives a single key to no kernel of cuDNN, whose backward may refuse it."""
+        return self.allowed is True and self.columns[1] - self.columns[0] != 1
 
     def of_rows(self, tensor: Tensor) -> Tensor:
         """A view of the rows of a tensor (samples, heads, queries, ...)."""

@@ -18,6 +18,7 @@ from ....core.base.overriding import overridden
 from ....core.comm.collectives import group_with_this_process
 from ....core.device.device import DEVICES
 from ....core.model.base_model import overrides
+from ....core.torch_compat.graphs_private import may_have_graphs
 from ...base import EvalStep, Optim, TrainStep
 from ...fsdp import choose_units
 from ...noted import tied
@@ -122,6 +123,11 @@ class Pipeline(Axis):
                 f'strategy.reshard_after_forward: is not possible with pp_schedule="{config.pp_schedule}", which computes gradients of '
                 "weights later from gathered parameters; leave it out"
             )
+        if config.compile and may_have_graphs(config.compile):
+            raise ConfigError(
+                "strategy.compile: CUDA graphs hold the activations of one micro-batch, and a pipeline runs several before their backward; "
+                'give mode="default" or "max-autotune-no-cudagraphs"'
+            )
         stages_per_process(config)
         for number in config.pp_split or ():
             if number < 1:
@@ -196,7 +202,7 @@ class Pipeline(Axis):
         transfers = Transfers(self.layout, self.name, device)
         self._engine = PipelineEngine(
             run, self.config.pp_schedule, transfers, self.size, self._each,
-            reduces_always=self.config.reduce_every_micro_batch,
+            reduces_always=self.config.reduces_always,
             tensor_mesh=self.layout.over("tp") if self.layout.sizes.get("tp", 1) > 1 else None,
         )  # fmt: skip
         return model

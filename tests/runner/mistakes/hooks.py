@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from flextrain.runner.hooks import Hook
 
@@ -68,6 +69,17 @@ def nobodys(config: dict[str, Any]) -> None:
     config |= dict(optim_wrapper=dict(optimizer=torch.optim.SGD([model.net.weight], lr=0.1)), custom_hooks=[Thaw()])
 
 
+class Adds(Hook):
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        if runner.iter == 1:
+            runner.strategy.module.more = nn.Parameter(torch.zeros(2))
+
+
+class Accumulates(Hook):
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        runner.optim_wrapper.accumulate = 2
+
+
 class NoHook:
     def after_train_iter(self, runner: Any) -> None: ...
 
@@ -108,5 +120,7 @@ ROWS = [
     Row("a layer that is replaced in training", hook(NewHead(1)), "model: net.weight is not the parameter that the optimizer has", late=True),
     Row("a weight that is replaced after set-up", hook(NewWeight()), "model: net.weight is not the parameter that the optimizer has"),
     Row("a layer that is thawed and that no optimizer has", nobodys, "model: net.bias is trainable now, and no optimizer has it", late=True),
+    warns("a parameter that is added in training", hook(Adds()), "model: more was added when training was set up already, and no optimizer of the run has it"),
+    Row("a window that grows in training", hook(Accumulates()), "optim_wrapper.accumulate: 1 cannot become 2 now", late=True),
     Row("priority as a float", hook(dict(type="EMAHook", priority=0.5)), "custom_hooks[0].priority"),
 ]  # fmt: skip
