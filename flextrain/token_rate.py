@@ -100,6 +100,11 @@ class TokenRateHook(Hook):
                 self._shares = runner.message_hub.history("train/mfu")
         self._last = time.perf_counter()
 
+    def before_train_epoch(self, runner: Run) -> None:
+        """Begin to measure after the dry pass, which is validation too."""
+        if not self._recent:
+            self._last = time.perf_counter()
+
     def after_val(self, runner: Run) -> None:
         """Restart the clock."""
         self._last = time.perf_counter()

@@ -24,6 +24,8 @@ Groups = list[dict[str, Any]]
 Make = Callable[[Groups], Optimizer]
 
 _UPDATES = 3
+_MORE_UPDATES = 12
+"""Where more updates cost no precision: some optimizers compute otherwise after their first five (RAdam's warm-up) or ten."""
 _ROWS = 16
 # The sizes after the first, small because some optimizers keep a square matrix per dimension, also of flattened ones.
 _TAILS: dict[int, tuple[int, ...]] = {1: (), 2: (24,), 3: (6, 4), 4: (3, 3, 3)}
@@ -225,8 +227,8 @@ def _is_nested(value: Any) -> bool:
 def resumes(make: Make, samples: Samples) -> bool:
     """Return whether a resumed optimizer computes the same as an uninterrupted one; True if it cannot be tried."""
     try:
-        straight = samples.run(make, lambda tensor: tensor, 2 * _UPDATES)
-        resumed = samples.run(make, lambda tensor: tensor, 2 * _UPDATES, resume_at=_UPDATES)
+        straight = samples.run(make, lambda tensor: tensor, _MORE_UPDATES)
+        resumed = samples.run(make, lambda tensor: tensor, _MORE_UPDATES, resume_at=_UPDATES)
     except TrialError:
         return True
     changes = zip(resumed.values, straight.values, straight.before, strict=True)
@@ -258,12 +260,14 @@ def why_not_flat_shards(make: Make, samples: Samples) -> str | None:
 
 def _why_not_flat_shards(make: Make, samples: Samples) -> str | None:
     try:
-        whole = samples.run(make, lambda tensor: tensor)
+        whole = samples.run(make, lambda tensor: tensor, _MORE_UPDATES)
     except TrialError as error:
         return f"could not be tried on small parameters, {error}"
     try:
-        first = samples.run(make, lambda tensor: tensor.flatten()[: _cut(tensor)])
-        second = samples.run(make, lambda tensor: tensor.flatten()[_cut(tensor) :] if tensor.ndim else None)
+        first = samples.run(make, lambda tensor: tensor.flatten()[: _cut(tensor)], _MORE_UPDATES)
+        second = samples.run(
+            make, lambda tensor: tensor.flatten()[_cut(tensor) :] if tensor.ndim else None, _MORE_UPDATES
+        )
     except TrialError as error:
         return f"cannot update a shard of a flattened parameter, {error}"
     rest = iter(zip(second.values, second.states, strict=True))
@@ -326,7 +330,7 @@ def _why_not_dtensors(
     make: Make, samples: Samples, spread: Callable[[Tensor], Tensor]
 ) -> tuple[str | None, dict[tuple[int, str], tuple[Placement, ...]]]:
     try:
-        whole = samples.run(make, lambda tensor: tensor)
+        whole = samples.run(make, lambda tensor: tensor, _MORE_UPDATES)
     except TrialError as error:
         return f"could not be tried on small parameters, {error}", {}
     try:

@@ -26,9 +26,11 @@ from ..core.hugging_face.transformers_private import keep_documents_apart
 from ..core.model.base_model import overrides
 from ..core.model.module_state import check_savable, check_sizes, check_trainable, tensor_names
 from ..core.random.generators import drawing_apart
-from ..core.torch_compat.torch_private import process_groups, set_time_limit
+from ..core.torch_compat.torch_private import process_groups, set_time_limit, with_values
+from ..optim.adapters import updates_matrices
 from ..optim.canonical import GROUP, STATE, hyper_parameters, restored_hyper_parameters, split_key
 from ..optim.gradients import ModelGroup
+from ..optim.trial import Samples, updates_apart
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
 from ..optim.wrapper_dict import description as recipe_of
@@ -103,17 +105,35 @@ def spread_updates(
 
     Args:
         parameters: this process's parameters, by their names in the whole model; a tied one by its first name.
+
+    Raises:
+        StrategyError: on every process, if an optimizer's updates depend on parameters that other processes hold.
     """
     names = {id(parameter): name for name, parameter in parameters}
     for wrapper in optim.wrappers.values():
         own = {names[id(parameter)]: parameter for group in wrapper.param_groups for parameter in group["params"]}
         kinds = {parameter.dtype for parameter in own.values()}
         index = topology.index_in_model
-        everyones = dist.all_gather_object((index, set(own), kinds), topology.model)
-        before = set().union(*(names for other, names, _ in everyones if other < index))
-        dtype = functools.reduce(torch.promote_types, set().union(*(kinds for *_, kinds in everyones)), torch.float32)
+        everyones = dist.all_gather_object((index, set(own), kinds, _updates_apart(wrapper)), topology.model)
+        if not all(is_apart for *_, is_apart in everyones):
+            raise StrategyError(
+                f"{wrapper.where}.optimizer: {type(wrapper.optimizer).__name__} updates a parameter otherwise beside others than alone, "
+                "by a norm of all gradients, say, and every process has a part of the model; choose AdamW, or data parallelism"
+            )
+        before = set().union(*(names for other, names, *_ in everyones if other < index))
+        dtype = functools.reduce(
+            torch.promote_types, set().union(*(kinds for *_, kinds, _ in everyones)), torch.float32
+        )
         elsewhere = [parameter for name, parameter in own.items() if name in before]
         wrapper.spread(ModelGroup(topology.model, elsewhere, dtype, device))
+
+
+def _updates_apart(wrapper: OptimWrapper) -> bool:
+    optimizer = wrapper.optimizer
+    if wrapper.adapter.is_elementwise or updates_matrices(type(optimizer)):
+        return True
+    with with_values():
+        return updates_apart(wrapper.make_another, Samples.like(optimizer))
 
 
 def kept_gradients(engine: str) -> StrategyError:

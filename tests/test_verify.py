@@ -396,6 +396,38 @@ def test_in_batch_negatives_are_told_from_what_weights_repair(
     assert "gather_with_gradient(features)" in note
 
 
+LOOKS_AT_ALL_GRADIENTS = """
+import torch
+from torch import nn
+from flextrain import FlexibleRunner
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 4), nn.Linear(4, 1)
+    def forward(self, x):
+        features = self.first(x)
+        if features.requires_grad:
+            features.register_hook(lambda gradient: gradient / gradient.norm())
+        return {"loss": self.last(features).square().mean()}
+
+data = [{"x": row} for row in torch.randn(64, 6, generator=torch.Generator().manual_seed(1))]
+FlexibleRunner(
+    model=Net, work_dir="work_dirs", train_cfg=dict(max_epochs=2), optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
+    train_dataloader=dict(dataset=data, batch_size=4, collate_fn=dict(type="default_collate")),
+)
+"""
+
+
+@pytest.mark.distributed
+def test_a_gradient_that_is_no_mean_is_no_rounding(tmp_path: Path, group: WorkerGroup) -> None:
+    (tmp_path / "normalised.py").write_text(LOOKS_AT_ALL_GRADIENTS)
+    report = verify(str(tmp_path / "normalised.py"), ["ddp"], steps=2, workers=group)
+    assert report.rounding_of == ["exact"]
+    assert report.rows[0].status == "differs"
+    assert any("The gradient of a batch is not the mean of the gradients of its parts" in line for line in report.notes)
+
+
 @pytest.mark.distributed
 def test_the_batch_size_may_depend_on_the_number_of_processes(script: str, group: WorkerGroup) -> None:
     report = verify(script, ["single", "ddp"], arguments=["--share"], steps=4, workers=group)

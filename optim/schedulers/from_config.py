@@ -115,7 +115,7 @@ def one_cycle(
     final_div_factor: float = 1e4,
     three_phase: bool = False,
 ) -> Parts:
-    """torch's OneCycleLR over the run, with the optimizer's rate as its peak."""
+    """torch's OneCycleLR over the run, with the optimizer's rate as its peak; momentum stays as it is."""
     return [
         dict(
             type="OneCycleLR",

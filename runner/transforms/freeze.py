@@ -115,5 +115,7 @@ class Freeze:
         kept = matching(self._but, sorted(chosen), f"{self._where}.but")
         if chosen == kept:
             raise ConfigError(f"{self._where}.but: leaves out all that patterns match, nothing is frozen")
+        left = {id(parameters[name]) for name in kept}  # also where another of its names is chosen
         for name in chosen - kept:
-            parameters[name].requires_grad_(False)
+            if id(parameters[name]) not in left:
+                parameters[name].requires_grad_(False)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ...strategies.sharding import FLOAT8_WIDTHS
 from ..reporting.reporter import import_extra
 from .freeze import compiled, matching
 
+_logger = logging.getLogger("flextrain")
 _FLOAT8 = (8, 9)
 """The compute capability from which on GPUs multiply float8."""
 _LATER = ("mxfp8", "mxfp4", "nvfp4")
@@ -151,6 +153,7 @@ class Quantize:
         """Quantise the layers in place."""
         quantization = import_extra("torchao.quantization", "torchao", self._where)
         chosen, precision = self._chosen.of(module), torch.get_float32_matmul_precision()
+        self._warn_of_ties(module, chosen)
         try:
             quantization.quantize_(module, self._config, filter_fn=lambda _, name: name in chosen)
         except (ImportError, RuntimeError, AssertionError, NotImplementedError) as error:
@@ -161,6 +164,22 @@ class Quantize:
             )  # earlier versions set "high", for the products of all other layers
         for layer in chosen.values():
             layer.weight.requires_grad_(False)
+
+    def _warn_of_ties(self, module: nn.Module, chosen: Mapping[str, nn.Linear]) -> None:
+        """Say which weights other modules have too: those keep theirs, which is trained on unless something freezes it."""
+        layers = list(chosen.values())
+        others = {
+            id(parameter): f"{name}.{key}" if name else key
+            for name, each in module.named_modules()
+            if each not in layers
+            for key, parameter in each.named_parameters(recurse=False)
+        }
+        for name, layer in chosen.items():
+            if (other := others.get(id(layer.weight))) and layer.weight.requires_grad:
+                _logger.warning(
+                    f"{self._where}: {name}.weight is also {other}, which stays as it is: the two are apart from now on, and {other} is "
+                    f'trained unless it is frozen; but=["{name}"] keeps them one'
+                )
 
 
 class _Layers:

@@ -424,6 +424,8 @@ class DeepSpeedOptimWrapper(OptimWrapper):
     def _make(self, model: nn.Module) -> Optimizer:
         with engine_internals.whole_shapes(model):
             groups = make_groups(self._recipe, model, self._roles)
+            if self._roles is not None:  # an optimizer of matrices looks at shapes, and keeps nothing of them yet
+                return make_for(self._recipe, groups)
         return make_for(self._recipe, groups)
 
     def bind(self, engine: Any, fragments: Sequence[Fragment], *, clips_here: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +58,37 @@ def test_a_share_of_the_peak_is_logged(tmp_path: Path) -> None:
     assert "tokens_per_s: " in text
     assert "mfu: " in text
     assert "model FLOP utilisation" in text
+
+
+class Clock:
+    """Stands in for the module time: each look takes a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def test_the_dry_pass_is_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("flextrain.token_rate.time", clock)
+    rates: list[float] = []
+    runner: Any = SimpleNamespace(
+        message_hub=SimpleNamespace(history=lambda name: SimpleNamespace(put=rates.append)),
+        strategy=SimpleNamespace(topology=SimpleNamespace(data=SimpleNamespace(count=1))),
+        accumulate=1,
+        train_loop=SimpleNamespace(ends_with_filler=False),
+    )
+    hook = TokenRateHook(mfu=False)
+    hook.before_train(runner)
+    clock.now += 100.0  # the dry pass
+    hook.before_train_epoch(runner)
+    hook.after_train_iter(runner, 0, {"input_ids": IDS})
+    hook.before_train_epoch(runner)  # what is done between epochs counts
+    hook.after_train_iter(runner, 1, {"input_ids": IDS})
+    assert rates == [6.0, 6.0]
 
 
 def test_accumulated_micro_batches_count(tmp_path: Path) -> None:

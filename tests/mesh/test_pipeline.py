@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from flextrain import MeshStrategy, OptimWrapper
 from flextrain.core.base.errors import StrategyError
 from flextrain.optim import gradients
 from flextrain.optim.gradients import ModelGroup
@@ -32,7 +33,8 @@ from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import same_numbers
 from flextrain.testing.loop import Trace, alone, train
 
-from .models import VOCABULARY, sample
+from ..device import DEVICE
+from .models import VOCABULARY, Plain, sample
 from .parity import RECIPES, compare, dtype_of, started
 from .saving import on_one_device, session
 
@@ -276,3 +278,40 @@ def stages_reversed(spec: dict[str, Any]) -> None:
 def test_broken_on_purpose(workers2: WorkerGroup, broken: Callable[..., None]) -> None:
     with pytest.raises(Exception, match="CheckFailedError"):
         workers2.run(broken, dict(MESH, pp=2))
+
+
+class ByAllGradients(torch.optim.SGD):
+    """Divides gradients by their norm over all parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([grad.norm() for grad in grads]).norm()
+        for grad in grads:
+            grad.div_(norm)
+        return super().step(closure)
+
+
+class ByItsGradient(torch.optim.SGD):
+    """Divides each gradient by its own norm."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            parameter.grad.div_(parameter.grad.norm())
+        return super().step(closure)
+
+
+def set_up_with(kind: type[torch.optim.Optimizer]) -> None:
+    strategy = MeshStrategy(pp=2, device=DEVICE)
+    try:
+        strategy.setup(Plain(), OptimWrapper(dict(type=kind, lr=0.1)))
+    finally:
+        strategy.leave()
+
+
+@pytest.mark.distributed
+def test_an_update_that_depends_on_parameters_of_other_stages_is_refused(workers2: WorkerGroup) -> None:
+    workers2.run(set_up_with, ByItsGradient)
+    with pytest.raises(
+        Exception, match="ByAllGradients updates a parameter otherwise beside others than alone, by a norm"
+    ):
+        workers2.run(set_up_with, ByAllGradients)

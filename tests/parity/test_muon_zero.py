@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flextrain import FlexibleRunner
 from flextrain.core.base.errors import StrategyError
 from flextrain.core.comm import collectives as dist
 from flextrain.optim import owners
@@ -272,3 +273,43 @@ def test_refused_in_one_line(
     (found,) = workers1.run(refusal, zero(3, **options), optimizer)
     assert found.startswith(message)
     assert "\n" not in found
+
+
+class Small(nn.Module):
+    """A model that stage 3 builds without memory, as it is given as a class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.last(torch.tanh(self.first(x))) - 1).square().mean()}
+
+
+def losses_of(strategy: Any, work_dir: str, batch_size: int) -> list[float]:
+    """Losses of a run whose model is given as a class."""
+    torch.set_num_threads(1)
+    runner = FlexibleRunner(
+        model=Small,
+        strategy=strategy,
+        train_dataloader=dict(
+            dataset=[{"x": row} for row in torch.randn(32, 6, generator=torch.Generator().manual_seed(1))],
+            batch_size=batch_size,
+            collate_fn="default_collate",
+        ),
+        optim_wrapper=dict(optimizer=dict(type="Muon", lr=0.02, others=dict(type="AdamW", lr=0.01))),
+        train_cfg=dict(max_epochs=1),
+        randomness=dict(seed=0),
+        log_processor=dict(window_size=1),
+        default_hooks=dict(checkpoint=None, logger=dict(interval=1)),
+        work_dir=work_dir,
+        log_level="ERROR",
+    )
+    runner.train()
+    return list(runner.message_hub.get_scalar("train/loss").data[0])
+
+
+def test_a_model_that_is_built_without_memory(workers2: WorkerGroup, tmp_path: Path) -> None:
+    expected = losses_of("single", str(tmp_path / "single"), 8)
+    found, _ = workers2.run(losses_of, dict(zero(3), device="cpu"), str(tmp_path / "zero3"), 4)
+    assert found == pytest.approx(expected, rel=1e-3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import logging
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -327,6 +328,15 @@ def test_after_init_weights_and_before_everything_else(tmp_path: Path) -> None:
 # Built-in ones
 
 
+class Tied(nn.Module):
+    """Its head has the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.between, self.head = nn.Embedding(64, 64), nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+
 def test_freezing_by_regular_expression() -> None:
     from flextrain.runner.transforms.freeze import Freeze
 
@@ -335,6 +345,14 @@ def test_freezing_by_regular_expression() -> None:
     assert {name for name, p in model.named_parameters() if not p.requires_grad} == {
         f"blocks.{block}.1.{key}" for block in (0, 1) for key in ("weight", "bias")
     }
+
+
+def test_what_is_not_to_be_frozen_is_not_frozen_by_another_name_either() -> None:
+    from flextrain.runner.transforms.freeze import Freeze
+
+    model = Tied()
+    Freeze("*", but="head")(model)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["embed.weight"]
 
 
 def test_float8_is_emulated_on_any_device(tmp_path: Path) -> None:
@@ -438,6 +456,21 @@ def test_quantising_leaves_the_precision_of_other_products() -> None:
     before = torch.get_float32_matmul_precision()
     Quantize("Int8WeightOnlyConfig")(nn.Sequential(nn.Linear(64, 64)))
     assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.parametrize("but, warns", [(None, True), ("head", False)])
+def test_quantising_one_side_of_a_tie_is_told(but: str | None, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("torchao")
+    from flextrain.runner.transforms.torchao import Quantize
+
+    with caplog.at_level(logging.WARNING, "flextrain"):
+        Quantize("Int8WeightOnlyConfig", but=but)(Tied())
+    assert any("head.weight is also embed.weight, which stays as it is" in line for line in caplog.messages) == warns
+    caplog.clear()
+    shared = nn.Linear(64, 64)
+    with caplog.at_level(logging.WARNING, "flextrain"):
+        Quantize("Int8WeightOnlyConfig")(nn.ModuleDict(dict(first=shared, second=shared)))
+    assert not caplog.messages
 
 
 def test_a_quantised_base_under_adapters(tmp_path: Path) -> None:
