@@ -424,7 +424,9 @@ def test_state_that_checkpoints_do_not_have(
 ) -> None:
     with caplog.at_level("WARNING", logger="flextrain"):
         SingleDeviceStrategy(device="cpu").setup(nn.Linear(3, 3), ClimbsFirst(dict(type=kind)))
-    expected = f'optim_wrapper.optimizer: {kind.__name__} keeps values outside of its parameters\' "state" and "param_groups"'
+    expected = (
+        f'optim_wrapper.optimizer: {kind.__name__} keeps values outside of its parameters\' "state" and "param_groups"'
+    )
     assert [message.startswith(expected) for message in caplog.messages] == [True] * warned
 
 
