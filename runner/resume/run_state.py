@@ -517,6 +517,12 @@ def _load_hooks(runner: Run, path: Path, loaded: Mapping[str, Any]) -> None:
             if found := _unflatten(loaded, f"hook.{name}"):
                 with piece(path, f"hook.{name}", "hooks"):
                     hook.load_state_dict(found)
+                if not overridden(hook, "load_state_dict") and (
+                    lost := [key for key in found if not _has_tensor(found[key])]
+                ):
+                    runner.logger.warning(
+                        f"{name} starts afresh: its state_dict() has {lost[0]}, and it defines no load_state_dict(state)"
+                    )
     added = _unflatten(loaded, "extra")
     runner.call_hook("after_load_checkpoint", checkpoint={"meta": loaded.get("meta", {}), **added})
 
