@@ -191,6 +191,8 @@ class OptimizerAdapter:
             one.param_groups = optimizer.param_groups
         numbers = (number for group in packed["param_groups"] for number in group["params"])
         for parameter, number in zip((p for group in groups for p in group), numbers, strict=True):
+            if not self.is_elementwise:  # torch's own have all state in the parameter's dtype
+                _keep_as_saved(optimizer.state.get(parameter, {}), states.get(number, {}))
             self.load_inner(parameter, states.get(number, {}))
 
     def load_inner(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
@@ -201,6 +203,16 @@ class OptimizerAdapter:
             optimizer.state.pop(parameter, None)
             if kept:
                 optimizer.state[parameter] = kept
+
+
+def _keep_as_saved(live: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Undo what torch's ``load_state_dict`` changes: it casts all state to the parameter's dtype, and replaces text."""
+    for key in live.keys() & saved.keys():
+        value, now = saved[key], live[key]
+        if isinstance(value, Tensor) and isinstance(now, Tensor) and value.dtype != now.dtype and key != "step":
+            live[key] = value.to(now.device)
+        elif isinstance(value, str):
+            live[key] = value
 
 
 def without_inner(state: Mapping[str, Any]) -> dict[str, Any]:

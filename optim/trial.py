@@ -166,9 +166,9 @@ class Samples:
                 optimizer = make([dict(group) for group in groups])
                 for update in range(updates):
                     if update == resume_at:
-                        saved = copy.deepcopy(Optimizer.state_dict(optimizer))
+                        saved = _as_saved(optimizer)
                         optimizer = make(groups)
-                        optimizer.load_state_dict(saved)
+                        optimizer.load_state_dict({**optimizer.state_dict(), **saved})
                     for parameter, grads in present:
                         parameter.grad = grads[update % _UPDATES]
                     optimizer.step()
@@ -177,6 +177,13 @@ class Samples:
                 raise TrialError(f"{type(error).__name__}: {reason}") from error
         states = [optimizer.state.get(parameter, {}) for parameter, _ in present]
         return Trial(before, [parameter.detach() for parameter, _ in present], states)
+
+
+def _as_saved(optimizer: Optimizer) -> dict[str, Any]:
+    """What a checkpoint has of an optimizer: settings of its groups and state of its parameters, and nothing that is its own."""
+    saved = copy.deepcopy(Optimizer.state_dict(optimizer))
+    numbers = {number for group in saved["param_groups"] for number in group["params"]}
+    return {**saved, "state": {key: kept for key, kept in saved["state"].items() if key in numbers}}
 
 
 _OWN = ("params", "param_names", "part_sizes")  # sizes are the model's

@@ -287,7 +287,7 @@ class OptimWrapper:
             self._check_parts(resumed, samples)
         if not resumed:
             _logger.warning(
-                '%s.optimizer: %s keeps values outside of its "state" and "param_groups", which checkpoints do not '
+                '%s.optimizer: %s keeps values outside of its parameters\' "state" and "param_groups", which checkpoints do not '
                 "contain; a resumed run will differ from an uninterrupted one",
                 self.where,
                 kind,
@@ -298,7 +298,7 @@ class OptimWrapper:
         kind = f"{self.where}.optimizer: {type(self.optimizer).__name__}"
         if not resumed:
             raise StrategyError(
-                f'{kind} keeps values outside of its "state" and "param_groups", which are lost where owners '
+                f'{kind} keeps values outside of its parameters\' "state" and "param_groups", which are lost where owners '
                 "step sharded parameters; keep them in the state, or choose data parallelism without sharding"
             )
         if not updates_apart(self.make_another, samples):

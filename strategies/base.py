@@ -593,6 +593,9 @@ class Strategy:
                     template[key] = live
                 else:
                     template[key] = self._state_like(wrapper, parameter, item, info)
+                of_parameter = getattr(saved.get(f"model.{name}"), "dtype", None)
+                if item != "step" and info.dtype == of_parameter != parameter.dtype:
+                    template[key] = template[key].to(parameter.dtype)
         return template
 
     def _state_like(self, wrapper: OptimWrapper, parameter: Tensor, key: str, info: Any) -> Tensor:

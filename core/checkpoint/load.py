@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -26,6 +27,8 @@ from .manifest import MANIFEST, VALUES, Box, FileEntry, SavedTensor, StoredChunk
 from .participants import Participants
 from .safetensors_file import Fetch, SafetensorsFile
 from .untrusted import parse_json, read_limited
+
+_logger = logging.getLogger("flextrain")
 
 # Fill tensors in place from the chunks of a checkpoint; a process reads what it needs, and nothing else.
 
@@ -378,6 +381,17 @@ def _read_texts(path: Path) -> tuple[bytes, bytes]:
 _CLOSE_AFTER_BYTES = 8 * 2**20
 
 
+def _overflow(values: Tensor, cast: Tensor) -> bool:
+    """Whether finite values have become infinite in another floating-point dtype."""
+    if not (values.is_floating_point() and cast.is_floating_point() and values.numel() and cast.itemsize > 1):
+        return False
+    largest = torch.finfo(cast.dtype).max
+    if largest >= torch.finfo(values.dtype).max:
+        return False
+    least, most = torch.aminmax(values)  # needs no memory
+    return not -largest <= least <= most <= largest and bool((cast.isinf() & values.isfinite()).any())
+
+
 class TensorReader:
     """Reads whole tensors of a checkpoint by key, in one process; not a collective.
 
@@ -404,10 +418,17 @@ class TensorReader:
         own = DTYPES[entry.dtype]
         if len(entry.chunks) == 1 and dtype in (None, own):
             return self._read_chunk(key, entry.chunks[0], own).contiguous()
-        whole = torch.empty(entry.shape, dtype=dtype or own)
+        whole, overflows = torch.empty(entry.shape, dtype=dtype or own), False
         for chunk in entry.chunks:
             slices = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.shape, strict=True))
-            whole[slices].copy_(self._read_chunk(key, chunk, own))
+            part = self._read_chunk(key, chunk, own)
+            whole[slices].copy_(part)
+            overflows = overflows or _overflow(part, whole[slices])
+        if overflows:
+            largest = f"{torch.finfo(whole.dtype).max:.6g}"
+            _logger.warning(
+                f"{path}: {key} has values beyond {largest}, which are infinite in {dtype_name(whole.dtype)}"
+            )
         return whole
 
     def _read_chunk(self, key: str, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:

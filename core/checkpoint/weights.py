@@ -71,11 +71,14 @@ def without_prefix(
     left: list[str] = []
     wrapped: set[str] = set()
     by_prefix: dict[str, SavedTensor] = {}
-    for name in stored:
+    # Of two names that mean the same the one with the prefix counts; without any, the one that the model has.
+    for name in sorted(stored, key=lambda name: (name in fits) == bool(prefix)):
         entry = source.entries[MODEL + name]
         short = bare[name].removeprefix(prefix)
-        if name in fits:
-            by_prefix.setdefault(name, entry)
+        if by_prefix.get(short if name not in fits else name, entry) != entry:
+            left.append(name)
+        elif name in fits:
+            by_prefix[name] = entry
         elif bare[name].startswith(prefix) and not (short not in known and _OTHERS.fullmatch(short.partition(".")[0])):
             by_prefix[short] = entry
             wrapped |= set(name.split(".")) - set(bare[name].split("."))
@@ -357,7 +360,8 @@ class MatchReport:
         misshaped: names whose shapes differ, to (shape in the file, shape in the model).
         kept: names that only the model has, and rightly: of adapters if the file has a base, of the base if it has adapters,
             and what a checkpoint has left out.
-        second: what the file has of a tied parameter besides what is loaded, by the name there: the model's key, and the entry.
+        second: what the file has of a tensor besides what is loaded, by the name there: the model's key, and the entry. The model
+            ties both, or ``revise_keys`` makes one name of them.
         untied: names of these that ``with_untied`` has found to have other values, to the name in the model.
     """
 
@@ -429,7 +433,8 @@ class MatchReport:
             shapes = [f"{name} (file {saved}, model {own})" for name, (saved, own) in self.misshaped.items()]
             parts.append(f"other shape {_listed(shapes, ())}")
         parts += [
-            f"{name} has other values than {first}, to which the model ties it" for name, first in self.untied.items()
+            f"{name} has other values than {first}, and the model has one tensor for both"
+            for name, first in self.untied.items()
         ]
         return "; ".join(parts)
 
@@ -455,14 +460,17 @@ def match_weights(
     Returns:
         The source under the model's names, the part of the template that it can fill, and the mismatches.
     """
-    there = {
-        _revised(key.removeprefix(MODEL), revise_keys): e for key, e in source.entries.items() if key.startswith(MODEL)
-    }
+    stored = {key.removeprefix(MODEL): entry for key, entry in source.entries.items() if key.startswith(MODEL)}
+    revised = {name: _revised(name, revise_keys) for name in stored}
+    last = {new: name for name, new in revised.items()}
+    there = {new: stored[name] for new, name in last.items()}
     # The first name of a tied parameter comes last, so that it counts if the file has both.
     names = sorted(there, key=lambda name: name not in aliases)
     entries = {MODEL + aliases.get(name, name): there[name] for name in names}
     second = {name: (MODEL + aliases.get(name, name), there[name]) for name in names}
     own = {key: tuple(tensor.shape) for key, tensor in template.items() if key.startswith(MODEL)}
+    lost = {name: MODEL + aliases.get(new, new) for name, new in revised.items() if last[new] != name}
+    second |= {name: (key, stored[name]) for name, key in lost.items() if key in own}
     from_file = {key.removeprefix(MODEL) for key in entries}
     if across_adapters:
         entries, more = _across_adapters(entries, own, aliases)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import random
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import chain, count, islice
 from typing import Any, cast
@@ -332,18 +333,24 @@ def follows_span(sampler: object) -> bool:
 
 
 def seed_own_generators(sampler: Any, seed: int) -> None:
-    """Seed the ``generator`` of a sampler, and of the samplers inside it."""
+    """Seed the generators that a sampler keeps, and those of the samplers inside it; of one with a state only its ``generator``."""
     for part in chain_of(sampler):
-        generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(seed)
+        others = () if hasattr(part, "load_state_dict") else getattr(part, "__dict__", {}).values()
+        for generator in (getattr(part, "generator", None), *others):
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
+            elif isinstance(generator, np.random.Generator):
+                bits: Any = generator.bit_generator
+                bits.state = type(bits)(seed).state
+            elif isinstance(generator, (random.Random, np.random.RandomState)):
+                generator.seed(seed % 2**32)
 
 
 class Repeatable(Sampler[Any]):
     """The items of another sampler from number ``start`` to ``stop`` of an epoch, the same at every call.
 
-    The other sampler draws from a stream that starts again in every epoch, whether it uses the process's generators or a
-    torch.Generator of its own. So its order does not depend on what the model draws, and to resume is to repeat the
+    The other sampler draws from a stream that starts again in every epoch, whether it uses the process's generators or keeps
+    one of its own, of torch, NumPy or ``random``. So its order does not depend on what the model draws, and to resume is to repeat the
     first part. A sampler with another kind of RNG state must derive it from ``set_epoch``.
     """
 

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.nn import Module
 from ...core.base.errors import CheckpointError, ConfigError, FlexTrainError, StrategyError, counted
 from ...core.base.events import job
 from ...core.base.overriding import overridden
-from ...core.base.tensors import replica_of
+from ...core.base.tensors import parts_of, replica_of
 from ...core.checkpoint import (
     Checkpoint,
     PendingSave,
@@ -253,6 +254,8 @@ def save(
     With ``is_export`` frozen parameters are never left out, and the states of hooks always.
     """
     strategy, topology = runner.strategy, runner.strategy.topology
+    if save_optimizer:
+        _tell_of_gradients(runner)
     state: dict[str, Any] = strategy.state()
     if strays := [key for key in state if not key.startswith((_MODEL, _OPTIMIZER))]:
         raise StrategyError(
@@ -330,6 +333,25 @@ def save(
         return save_in_background(path, state, logs_failure=logs_failure, **options)
     save_checkpoint(path, state, **options)
     return None
+
+
+_TOLD: WeakSet[Any] = WeakSet()
+"""Strategies of the runs that were told of gradients."""
+
+
+def _tell_of_gradients(runner: Run) -> None:
+    """Warn once of gradients that no update has used yet, as those that a generator's loss leaves in a discriminator."""
+    optim, strategy = runner.optim_wrapper, runner.strategy
+    if optim is None or strategy in _TOLD:
+        return
+    optimized = [parameter for group in optim.param_groups for parameter in group["params"]]
+    kept = {id(p) for p in optimized if p.grad is not None and any(bool(part.any()) for part in parts_of(p.grad))}
+    if kept and (names := [name for name, parameter in strategy.parameters() if id(parameter) in kept]):
+        _TOLD.add(strategy)
+        runner.logger.warning(
+            f"{names[0]} ({counted(len(names), 'parameter')}) has a gradient that no update has used, and checkpoints hold none: "
+            "a resumed run will differ; call requires_grad_(False) around a loss that is not for them, or zero_grad()"
+        )
 
 
 def _transposed(model: Module) -> dict[str, Any]:
@@ -495,6 +517,12 @@ def _load_hooks(runner: Run, path: Path, loaded: Mapping[str, Any]) -> None:
             if found := _unflatten(loaded, f"hook.{name}"):
                 with piece(path, f"hook.{name}", "hooks"):
                     hook.load_state_dict(found)
+                if not overridden(hook, "load_state_dict") and (
+                    lost := [key for key in found if not _has_tensor(found[key])]
+                ):
+                    runner.logger.warning(
+                        f"{name} starts afresh: its state_dict() has {lost[0]}, and it defines no load_state_dict(state)"
+                    )
     added = _unflatten(loaded, "extra")
     runner.call_hook("after_load_checkpoint", checkpoint={"meta": loaded.get("meta", {}), **added})
 

@@ -162,6 +162,16 @@ def test_the_model_is_preferred_to_its_averages(tmp_path: Path) -> None:
     assert "not loaded: ema (6 entries)" in line
 
 
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_of_two_tensors_that_get_one_name_the_other_is_told(tmp_path: Path, compiled_first: bool) -> None:
+    names = ["_orig_mod.a", "a"] if compiled_first else ["a", "_orig_mod.a"]
+    torch.save({name: torch.full((1,), float(name == "a")) for name in (*names, "b")}, tmp_path / "weights.pth")
+    source, line = without_prefix(open_weights(tmp_path / "weights.pth"), ["a", "b"])
+    source.load({"model.a": (found := torch.zeros(1))})
+    assert found.item() == 1.0
+    assert line == f"{tmp_path / 'weights.pth'} (torch.save): not loaded: _orig_mod"
+
+
 def test_a_weight_of_the_model_beside_the_prefix_is_found(tmp_path: Path) -> None:
     path = save({"model.a": torch.ones(1), "model.b": torch.ones(1), "head": torch.ones(1)}, tmp_path / "dcp")
     source, _ = without_prefix(open_weights(path), ["a", "b", "head"])

@@ -101,6 +101,18 @@ def test_another_dtype(tmp_path: Path, checkpoint: Path, name: str) -> None:
     )
 
 
+def test_values_that_a_dtype_does_not_have_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {
+        "large": torch.tensor([1.0, 70000.0]),
+        "mask": torch.tensor([float("-inf"), 0.0]),
+        "none": torch.zeros(0, 2),
+    }
+    saved = save_checkpoint(tmp_path / "epoch_1", {f"model.{name}": tensor for name, tensor in state.items()})
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        export_weights(saved, tmp_path / f"{dtype}.safetensors", dtype=dtype)
+    assert caplog.messages == [f"{saved}: model.large has values beyond 65504, which are infinite in float16"]
+
+
 def test_tied_tensors_once(tmp_path: Path, checkpoint: Path) -> None:
     export_weights(checkpoint, tmp_path / "w.safetensors", tied=False)
     same(load(tmp_path / "w.safetensors"), tensors())

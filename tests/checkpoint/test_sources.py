@@ -273,6 +273,17 @@ def test_several_indices(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+def test_an_index_beside_a_file_of_whole_weights(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")  # transformers would read this one
+    with pytest.raises(
+        CheckpointError, match=r"has model\.safetensors and model\.safetensors\.index\.json, which may be of different"
+    ):
+        read(tmp_path)
+    assert read(tmp_path / "model.safetensors").keys() == {"weight"}
+    assert read(tmp_path / "model.safetensors.index.json").keys() != {"weight"}
+
+
 def test_a_folder_with_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a complete checkpoint, it has no manifest.json"):
         open_weights(tmp_path)

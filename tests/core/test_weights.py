@@ -35,7 +35,7 @@ def test_of_a_tied_parameter_the_first_name_counts(tmp_path: Path, names: tuple[
     assert weight.tolist() == [0.0, 0.0], "nothing is loaded yet"
     source.load(fits)
     assert (weight.tolist(), found.untied) == ([1.0, 1.0], {"b": "a"})
-    assert str(found) == "b has other values than a, to which the model ties it"
+    assert str(found) == "b has other values than a, and the model has one tensor for both"
 
 
 def test_equal_values_of_a_tied_parameter_are_nothing_to_report(tmp_path: Path) -> None:

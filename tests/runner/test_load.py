@@ -198,7 +198,9 @@ class Tied(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.head(self.embed(x)), y)}
 
 
-UNTIED = "does not fit the model{}: head.weight has other values than embed.weight, to which the model ties it"
+UNTIED = (
+    "does not fit the model{}: head.weight has other values than embed.weight, and the model has one tensor for both"
+)
 
 
 def test_two_values_of_a_tied_parameter(tmp_path: Path) -> None:
@@ -211,6 +213,20 @@ def test_two_values_of_a_tied_parameter(tmp_path: Path) -> None:
         runner.load_checkpoint(path)
     assert lines == [f"{path}: {UNTIED.format(' everywhere')}"]
     assert set(runner.strategy.module.head.weight.flatten().tolist()) == {2.0}
+
+
+def test_two_tensors_that_get_one_name(tmp_path: Path) -> None:
+    state = some_weights()
+    both = {f"student.{k}": v for k, v in state.items()} | {f"teacher.{k}": v + 1 for k, v in state.items()}
+    path, revise_keys = written(tmp_path, "pth", both), [(r"^(student|teacher)\.", "")]
+    said = "student.net.0.weight has other values than net.0.weight, and the model has one tensor for both"
+    with pytest.raises(CheckpointError, match=said):
+        loaded(tmp_path, path, strict=True, revise_keys=revise_keys)
+    with log_lines() as lines:
+        make_runner(tmp_path / "told", log_level="WARNING").load_checkpoint(path, revise_keys=revise_keys)
+    assert any(said in line for line in lines)
+    equal = written(tmp_path, "pth", {f"{name}.{k}": v for name in ("student", "teacher") for k, v in state.items()})
+    assert same(loaded(tmp_path, equal, strict=True, revise_keys=revise_keys), state)
 
 
 def said_of_ties(folder: Path, weights: Path, saved: Path) -> None:

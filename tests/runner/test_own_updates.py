@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 from flextrain import (
     AmpOptimWrapper,
@@ -25,7 +26,7 @@ from flextrain.runner.hooks import EMAHook
 from flextrain.runner.reporting import LogProcessor
 from flextrain.testing import WorkerGroup
 
-from .training import SGD, Samples, make_runner, whole_state
+from .training import SGD, Samples, SaveEvery, log_lines, make_runner, whole_state
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -380,3 +381,39 @@ class Accelerated(OptimWrapper):
 def test_what_would_never_be_called_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, StrategyError), match=f"^{message}"):
         make_runner(tmp_path, **changes)
+
+
+class Rivals(nn.Module):
+    """A generator whose loss leaves gradients in the critic, unless these are kept off."""
+
+    keeps_off = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = nn.Linear(6, 2), nn.Linear(2, 1)
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        points = self.generator(data["x"])
+        optim_wrapper["critic"].update_params(self.critic(points.detach()).sub(1).square().mean())
+        self.critic.requires_grad_(not self.keeps_off)
+        loss = self.critic(points).square().mean()
+        optim_wrapper["generator"].update_params(loss)
+        self.critic.requires_grad_(True)
+        return {"loss": loss}
+
+
+class Apart(Rivals):
+    keeps_off = True
+
+
+TOLD = "critic.weight (2 parameters) has a gradient that no update has used, and checkpoints hold none: a resumed run will differ"
+
+
+@pytest.mark.parametrize(("model", "told"), [(Rivals, 1), (Apart, 0)])
+def test_gradients_that_a_checkpoint_does_not_have_are_told(tmp_path: Path, model: type[Rivals], told: int) -> None:
+    optim = dict(generator=dict(optimizer=SGD), critic=dict(optimizer=SGD))
+    data = DataLoader(Samples(24), batch_size=4)
+    with log_lines() as lines:
+        saves = [SaveEvery({2, 4})]
+        trained(tmp_path, optim, model=model, train_dataloader=data, custom_hooks=saves, log_level="WARNING")
+    assert [line.startswith(TOLD) for line in lines] == [True] * told

@@ -55,6 +55,22 @@ class Dice(Sampler[int]):
         return self.length
 
 
+class OwnDice(Dice):
+    """An order drawn from generators that the sampler keeps, under names of its own."""
+
+    def __init__(self, dataset: Samples) -> None:
+        super().__init__(dataset)
+        self.torch, self.old, self.new = torch.Generator(), np.random.RandomState(0), np.random.default_rng(0)
+        self.plain = random.Random(0)
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.length):
+            drawn = (
+                self.plain.random() + self.old.rand() + self.new.random() + float(torch.rand((), generator=self.torch))
+            )
+            yield int(drawn / 4 * self.length)
+
+
 class Chosen(DefaultSampler):
     """Some of what flextrain's own gives, in another order: where it begins says nothing about where this does."""
 
@@ -194,6 +210,7 @@ CASES: dict[str, Changes] = {
     "loader": loader(shuffle=True),
     "loader-in-order": loader(),
     "loader-custom-sampler": loader(Dice),
+    "loader-sampler-with-generators": loader(OwnDice),
     "loader-weighted-sampler": loader(weighted),
     "iterations-custom-sampler": with_(loader(Dice), train_cfg=ITERATIONS),
     "batch-sampler": data(batch_sampler=dict(type=Backwards)),

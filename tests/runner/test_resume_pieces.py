@@ -309,6 +309,22 @@ def test_keys_of_hooks_may_have_slashes(tmp_path: Path) -> None:
     torch.testing.assert_close(again.state, notes.state, rtol=0, atol=0)
 
 
+class Forgets(Hook):
+    """Saves a number, and does not take it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 3}
+
+
+def test_a_hook_that_does_not_take_its_state_is_told(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, custom_hooks=[Forgets()])
+    runner.train()
+    path = runner.save_checkpoint(tmp_path, "a")
+    with log_lines() as lines:
+        make_runner(tmp_path, custom_hooks=[Forgets()], log_level="WARNING").resume(path)
+    assert lines == ["Forgets starts afresh: its state_dict() has count, and it defines no load_state_dict(state)"]
+
+
 class Best(Notes):
     """Keeps the best weights, which are the model's own before there are any, and a number whose dtype changes."""
 

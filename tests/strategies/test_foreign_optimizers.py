@@ -18,7 +18,7 @@ from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import relative_difference
 from flextrain.testing.loop import windows
 from flextrain.testing.models import Mlp, SmallModel
-from flextrain.testing.sessions import load, run, save, single_device, started, whole_state
+from flextrain.testing.sessions import Session, load, run, save, single_device, started, whole_state
 
 
 class Plain(Optimizer):
@@ -379,6 +379,35 @@ class Both(Plain):
             optimizer.step()
 
 
+class OfAll(Lion):
+    """Has state of its own beside that of its parameters, as torch allows."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state.setdefault("all", {"updates": 0})["updates"] += 1  # type: ignore[call-overload]
+        for group in self.param_groups:
+            group["lr"] = 0.01 * self.state["all"]["updates"]  # type: ignore[index]
+        super().step()
+
+
+class OwnFormat(Lion):
+    """Adds to its ``state_dict``, and needs what it has added."""
+
+    updates = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.updates += 1
+        for group in self.param_groups:
+            group["lr"] = 0.01 * self.updates
+        super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "updates": self.updates}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.updates = state_dict["updates"]
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "updates"})
+
+
 class Noisy(Lion):
     """Draws random numbers, which a checkpoint does have."""
 
@@ -387,15 +416,62 @@ class Noisy(Lion):
 
 
 @pytest.mark.parametrize(
-    ("kind", "warned"), [(Counting, True), (Both, True), (Noisy, False), (Lamb, False), (Sam, False)]
+    ("kind", "warned"),
+    [(Counting, True), (Both, True), (OfAll, True), (OwnFormat, True), (Noisy, False), (Lamb, False), (Sam, False)],
 )
 def test_state_that_checkpoints_do_not_have(
     kind: type[Optimizer], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("WARNING", logger="flextrain"):
         SingleDeviceStrategy(device="cpu").setup(nn.Linear(3, 3), ClimbsFirst(dict(type=kind)))
-    expected = f'optim_wrapper.optimizer: {kind.__name__} keeps values outside of its "state" and "param_groups"'
+    expected = (
+        f'optim_wrapper.optimizer: {kind.__name__} keeps values outside of its parameters\' "state" and "param_groups"'
+    )
     assert [message.startswith(expected) for message in caplog.messages] == [True] * warned
+
+
+class Small(Plain):
+    """Keeps its state in other dtypes than the parameter's."""
+
+    def update(self, group: dict[str, Any], state: dict[str, Any], p: Tensor, grad: Tensor) -> None:
+        average = state.setdefault("average", torch.zeros_like(p, dtype=torch.bfloat16))
+        signs = state.setdefault("signs", torch.zeros_like(p, dtype=torch.int8))
+        state.setdefault("kind", "small")
+        average.add_(grad.bfloat16())
+        signs.add_(grad.sign().to(torch.int8))
+        p.add_(average.to(p.dtype) + signs.to(p.dtype), alpha=-group["lr"])
+
+
+def _dtypes(optim: OptimWrapper) -> dict[str, Any]:
+    first = next(iter(optim.optimizer.state.values()))
+    return {key: value.dtype if isinstance(value, Tensor) else value for key, value in first.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_keeps_its_dtype_when_a_run_goes_on(dtype: torch.dtype, tmp_path: Path) -> None:
+    def session(dtype: torch.dtype = dtype) -> Session:
+        torch.manual_seed(0)
+        strategy, optim = SingleDeviceStrategy(device="cpu"), OptimWrapper(dict(type=Small))
+        strategy.setup(nn.Linear(3, 2, dtype=dtype), optim)
+        return Session(strategy, strategy.module, optim)
+
+    def train(one: Session, updates: range) -> None:
+        for update in updates:
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(update)).to(dtype)
+            one.optim.update_params(one.model(x).float().square().mean())
+
+    straight, resumed, other = session(), session(), session(torch.float64)
+    train(straight, range(3))
+    save(straight, tmp_path / "half")
+    train(straight, range(3, 6))
+    load(resumed, tmp_path / "half")
+    train(resumed, range(3, 6))
+    assert _dtypes(resumed.optim) == dict(average=torch.bfloat16, signs=torch.int8, kind="small")
+    for one, expected in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
+        assert torch.equal(one, expected)
+    load(other, tmp_path / "half")  # what had the parameter's dtype follows it
+    follows = torch.float64 if dtype is torch.bfloat16 else torch.bfloat16
+    assert _dtypes(other.optim) == dict(average=follows, signs=torch.int8, kind="small")
 
 
 def test_parameters_that_an_optimizer_does_not_take() -> None:

@@ -190,7 +190,7 @@ def find(folder: Path) -> Path | None:
     """The index of a folder, or its single file of weights; None if it has neither.
 
     Raises:
-        CheckpointError: it has several indices, or parts of weights without an index.
+        CheckpointError: it has several indices, one beside a file of whole weights, or parts of weights without an index.
     """
     for pattern in _INDICES:
         found = sorted(folder.glob(pattern))
@@ -198,6 +198,7 @@ def find(folder: Path) -> Path | None:
             names = ", ".join(path.name for path in found)
             raise CheckpointError(f"{folder}: has several indices, give one of them: {names}")
         if found:
+            _check_alone(found[0])
             return found[0]
     single = next((folder / name for name in _SINGLE if (folder / name).is_file()), None)
     if single is None and (parts := sorted(path.name for path in folder.glob(_PARTS))):
@@ -205,6 +206,15 @@ def find(folder: Path) -> Path | None:
             f"{folder}: has {parts[0]}, and no model{INDEX}, which says where each tensor is; it belongs to the same folder"
         )
     return single
+
+
+def _check_alone(index: Path) -> None:
+    """Raise CheckpointError if a file of whole weights beside an index, which transformers would read, is none of its parts."""
+    single = index.name.removesuffix(".index.json")
+    if single in _SINGLE and (index.parent / single).is_file() and f'"{single}"' not in index.read_text("utf-8"):
+        raise CheckpointError(
+            f"{index.parent}: has {single} and {index.name}, which may be of different models; give one of the two"
+        )
 
 
 def open_index(path: Path) -> Checkpoint:
