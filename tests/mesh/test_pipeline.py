@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from flextrain.core.base.errors import StrategyError
+from flextrain.core.torch_compat.torch_private import backward_of_input
 from flextrain.optim import gradients
 from flextrain.optim.gradients import ModelGroup
 from flextrain.strategies.mesh.pipeline.chain import balanced
@@ -38,6 +39,17 @@ from .saving import on_one_device, session
 
 Workers = Callable[[int], WorkerGroup]
 MESH = dict(type="MeshStrategy")
+
+
+def test_gradients_of_weights_apart_from_those_of_what_is_a_view() -> None:
+    layer, leaf = nn.Linear(3, 3), torch.rand(2, 3, requires_grad=True)
+    layer(leaf).t().square().sum().backward()
+    expected, leaf.grad, layer.weight.grad = (leaf.grad, layer.weight.grad), None, None
+    output = layer(leaf).t()
+    finish = backward_of_input(output, 2 * output.detach(), leaf, layer)
+    assert layer.weight.grad is None
+    finish()
+    torch.testing.assert_close((leaf.grad, layer.weight.grad), expected)
 
 
 def is_head(module: nn.Module) -> bool:
