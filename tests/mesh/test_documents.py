@@ -176,6 +176,47 @@ def counting(model: type[nn.Module]) -> tuple[list[float], str]:
     return losses, message
 
 
+class Predicts:
+    """An EvalStep that gives what the model does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.predict = lambda batch: model(**batch)
+
+    def prepare(self, batch: Any) -> Any:
+        return batch
+
+
+def counting_in_evaluation(model: type[nn.Module]) -> tuple[int, str]:
+    """In a worker: how many of three batches are evaluated, of which some labels of the last one do not count; and what is said of it."""
+    torch.set_num_threads(1)
+    strategy = MeshStrategy(device=DEVICE, cp=2)
+    strategy.join()
+    built, _ = strategy.setup(model(), adamw(1))
+    built.eval()
+    batch, step = sample("plain", 4, 0), Predicts(built)
+    done, message = 0, ""
+    try:
+        for each in (batch, batch, uneven(batch, 1)):
+            with torch.no_grad():
+                strategy.evaluate(strategy.split(each), step)
+            done += 1
+    except StrategyError as error:
+        message = str(error)
+    strategy.leave()
+    dist.destroy_process_group()
+    return done, message
+
+
+@pytest.mark.distributed
+def test_labels_that_do_not_count_in_a_later_evaluation(workers2: WorkerGroup) -> None:
+    for done, message in workers2.run(counting_in_evaluation, Regularised):
+        assert done == 2
+        assert message.startswith(
+            "batch: has targets of -100, the first one had none, and where some do not count, model: over strategy.cp=2 "
+        )
+    assert workers2.run(counting_in_evaluation, Plain) == [(3, ""), (3, "")]
+
+
 @pytest.mark.distributed
 def test_labels_that_do_not_count_after_some_that_all_did(workers2: WorkerGroup) -> None:
     for losses, message in workers2.run(counting, Regularised):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -130,7 +130,8 @@ class SequenceBatches:
         divides: the loss is a sum divided by ``num_items_in_batch`` where the batch has it.
         loss_weight: the model's, see Weighing; None: it has none.
         decoder_inputs: gives ``decoder_input_ids`` for labels, of a model with an encoder and a decoder; None: it has one sequence.
-        needs_all: what is wrong with the model's loss where targets do not count, if that was found; None: nothing.
+        needs_all: in training (True) and in evaluation, what is wrong with what the model gives where some targets do not count, if that
+            was found.
     """
 
     keys: Mapping[str, int | None]
@@ -142,7 +143,7 @@ class SequenceBatches:
     divides: bool = False
     loss_weight: Callable[[Any], Any] | None = None
     decoder_inputs: Callable[[Tensor], Tensor] | None = None
-    needs_all: str | None = None
+    needs_all: dict[bool, str | None] = field(default_factory=dict)
 
     def cut(self, batch: Any) -> CutBatch:
         """Return this process's shard of a batch.
@@ -257,11 +258,11 @@ class SequenceBatches:
             whole[key].narrow(dim, length - few, few).fill_(IGNORED)
         return whole
 
-    def check_counting(self, batch: CutBatch) -> None:
-        """Raise StrategyError for a batch with targets that do not count, if the model's loss would not be that of one process."""
-        if self.needs_all is not None and not batch.counts_all:
+    def check_counting(self, batch: CutBatch, training: bool) -> None:
+        """Raise StrategyError for a batch with targets that do not count, if what the model gives would not be that of one process."""
+        if (problem := self.needs_all.get(training)) is not None and not batch.counts_all:
             raise StrategyError(
-                f"batch: has targets of {IGNORED}, the first one had none, and where some do not count, {self.needs_all}"
+                f"batch: has targets of {IGNORED}, the first one had none, and where some do not count, {problem}"
             )
 
     @property

@@ -519,7 +519,7 @@ class OneProcessComparison:
         if targets := self._all_counting(cut):
             fewer = self._batches.with_ignored(whole, targets)
             problems = dist.all_gather_object(self._compared(fewer, self._batches.cut(fewer), step))
-            self._batches.needs_all = next(filter(None, problems), None)
+            self._batches.needs_all[True] = next(filter(None, problems), None)
 
     def _all_counting(self, cut: CutBatch) -> list[str]:
         """The keys of targets of which all count in this batch, on some process, and may not in another one; a collective."""
@@ -563,6 +563,15 @@ class OneProcessComparison:
             self._follow(cut, lambda: step.predict(cut))
         self._check_calls()
         self._raise_found()
+        if problem := self._outputs_compared(whole, cut, step):
+            raise StrategyError(problem)
+        if targets := self._all_counting(cut):
+            fewer = self._batches.with_ignored(whole, targets)
+            problems = dist.all_gather_object(self._outputs_compared(fewer, self._batches.cut(fewer), step))
+            self._batches.needs_all[False] = next(filter(None, problems), None)
+
+    def _outputs_compared(self, whole: dict[str, Any], cut: CutBatch, step: EvalStep) -> str | None:
+        """Return what is wrong with the outputs."""
         self._note_documents(cut)
         with torch.no_grad(), self._uncut(), trying(self._model):
             expected = step.predict(whole)
@@ -574,8 +583,7 @@ class OneProcessComparison:
                 pair = (mine.double() - other.double()).norm().item(), other.double().norm().item()
                 worst = max(worst, pair, key=lambda of: of[0] / (of[1] or 1.0))
         difference, scale = dist.all_gather_object(worst, self._mesh.get_group())[0]
-        if problem := self._difference(difference, scale, f"its outputs differ by {difference / (scale or 1.0):.1e}"):
-            raise StrategyError(problem)
+        return self._difference(difference, scale, f"its outputs differ by {difference / (scale or 1.0):.1e}")
 
     def _excerpt(self, batch: CutBatch) -> dict[str, Any]:
         return self._batches.excerpt(batch.whole, POSITIONS * self._mesh.size())
