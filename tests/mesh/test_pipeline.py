@@ -52,6 +52,24 @@ def test_gradients_of_weights_apart_from_those_of_what_is_a_view() -> None:
     torch.testing.assert_close((leaf.grad, layer.weight.grad), expected)
 
 
+class Shares(nn.Module):
+    """Two terms have a weight in common, and each one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.both = (nn.Parameter(torch.rand(3)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.one + self.both) + (self.two + self.both)
+
+
+def test_gradients_of_weights_apart_that_share_one() -> None:
+    model, leaf = Shares(), torch.rand(2, 3, requires_grad=True)
+    backward_of_input(model(leaf), torch.ones(2, 3), leaf, model)()
+    for parameter, expected in zip(model.parameters(), (2.0, 2.0, 4.0), strict=True):
+        torch.testing.assert_close(parameter.grad, torch.full((3,), expected))
+
+
 def is_head(module: nn.Module) -> bool:
     """Whether it is the last layer, which only the last stage has."""
     return isinstance(module, nn.Linear) and module.out_features == VOCABULARY

@@ -303,7 +303,7 @@ def _bytes_of(tensor: Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its memory, and the one after its last."""
     first = tensor.storage_offset()
     last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return first * tensor.itemsize, (last + 1) * tensor.itemsize
+    return int(first) * tensor.itemsize, int(last + 1) * tensor.itemsize
 
 
 def _draws(operation: Any, args: Any, kwargs: Any) -> bool:
