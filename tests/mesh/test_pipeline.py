@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from flextrain.core.base.errors import StrategyError
-from flextrain.core.torch_compat.torch_private import backward_of_input
+from flextrain.core.torch_compat.backward_private import backward_of_input
 from flextrain.optim import gradients
 from flextrain.optim.gradients import ModelGroup
 from flextrain.strategies.mesh.pipeline.chain import balanced
