@@ -130,6 +130,12 @@ def is_functional(operation: Any) -> bool:
     return schema is None or not (schema.is_mutable or any(result.alias_info is not None for result in schema.returns))
 
 
+def makes_views(operation: Any) -> bool:
+    """Whether all that an operation does is to look at the memory of an argument in another way. 2.6, 2.15."""
+    schema = operation._schema
+    return not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
+
+
 def changed_by(operation: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that a call of an operation may change in place; of a collective all, it does not say which. 2.6, 2.15."""
     schema = getattr(operation, "_schema", None)
@@ -468,17 +474,6 @@ def compiles(module: str, function: str) -> bool:
         "torch._inductor.compile_fx",
         "fx_codegen_and_compile",
     )
-
-
-def backward_of_input(output: Tensor, grad: Tensor, leaf: Tensor, model: nn.Module) -> Callable[[], object]:
-    """Add the gradient of ``leaf`` to it, not those of weights; return a function that adds these to the weights. 2.6, 2.15.
-
-    Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2024.
-    """
-    halves = importlib.import_module("torch.distributed.pipelining._backward")
-    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    _, groups = halves.stage_backward_input([output], [grad], [leaf], iter(weights))
-    return lambda: halves.stage_backward_weight(iter(weights), groups)
 
 
 @contextmanager

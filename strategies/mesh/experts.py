@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ...core.base.errors import ConfigError, StrategyError, suggest
 from ...core.hugging_face.transformers_private import expert_rules
+from ...core.model.module_state import modes_of
 from ...core.torch_compat.dtensor_private import using_in_place
 from ...core.torch_compat.torch_private import apart, has_values, repeating_in, with_values
 from ...optim.wrapper import OptimWrapper
@@ -262,6 +263,8 @@ def _divisors(count: int) -> str:
 
 _SEPARATE = 0.05
 """Relative difference, by magnitude, below which two ways to compute a tiny sum count as equal in every dtype."""
+_MANY = 64
+"""Tokens for one expert, more than a capacity would let it have."""
 
 
 @dataclass(frozen=True)
@@ -456,18 +459,19 @@ class Dispatch:
 
     @torch.no_grad()
     def _check_sum(self, tokens: Tensor, weights: Tensor) -> None:
-        """Raise StrategyError unless the output for two experts is the sum of those for one each."""
+        """Raise StrategyError unless the output for two experts is the sum of those for one each, whatever tokens are beside it."""
         token = tokens[:1]
         ids = torch.tensor([[0, self._own - 1]], device=tokens.device)
         factors = torch.tensor([[0.75, 0.5]], device=tokens.device, dtype=weights.dtype)
-        was_training = self._module.training
+        restore = modes_of(self._module)
         self._module.eval()  # dropout would differ
         try:
             with self._own_experts():
                 both = self._forward(token, ids, factors)
                 one, other = (self._forward(token, ids[:, i : i + 1], factors[:, i : i + 1]) for i in range(2))
+                many = self._forward(*(each.repeat(_MANY, 1) for each in (token, ids[:, :1], factors[:, :1])))
         finally:
-            self._module.train(was_training)
+            restore()
         difference, size = (both - one - other).abs().max().item(), (one + other).abs().max().item()
         if not 0.0 < size < float("inf"):
             return  # it shows nothing
@@ -475,6 +479,11 @@ class Dispatch:
             raise StrategyError(
                 f"model.{self._name}: its output for two experts is not the sum of its outputs for each of them, as strategy.ep "
                 "needs; normalise the weights before it is called"
+            )
+        if (many - one).abs().max().item() > _SEPARATE * max(one.abs().max().item(), size):
+            raise StrategyError(
+                f"model.{self._name}: its output for a token depends on the tokens beside it, as by a capacity of each expert, and strategy.ep "
+                "gives each process other ones; drop tokens before it is called, by a weight of 0"
             )
         self._is_tried = True
 

@@ -18,8 +18,8 @@ from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train
 
 from ..device import DEVICE
-from .cutting import adamw, language_loss, packed, padded, same_training
-from .models import LENGTH, Batch, of_transformers, sample
+from .cutting import adamw, language_loss, packed, padded, same_training, uneven
+from .models import LENGTH, Batch, Plain, of_transformers, sample
 
 FULL = pytest.mark.full
 
@@ -143,3 +143,86 @@ def test_where_documents_begin() -> None:
     found = documents(torch.stack([one, several, one]))
     assert found is not None
     assert torch.equal(found, torch.stack([0 * one, numbers, 0 * one]))
+
+
+# Labels that do not count, in a later batch
+
+
+class Regularised(Plain):
+    """A term of its loss is a mean over all positions, whose labels may not count."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        logits = super().forward(input_ids, None, position_ids)
+        assert isinstance(logits, Tensor)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss + 0.1 * logits.logsumexp(-1).square().mean()}
+
+
+def counting(model: type[nn.Module]) -> tuple[list[float], str]:
+    """In a worker: losses of an update in which all labels count, and of two in which some do not; and what is said of these."""
+    torch.set_num_threads(1)
+    strategy = MeshStrategy(device=DEVICE, cp=2)
+    strategy.join()
+    built, optim = strategy.setup(model(), adamw(1))
+    batch = sample("plain", 4, 0)
+    losses, message = [], ""
+    try:
+        for each in (batch, batch, uneven(batch, 1), uneven(batch, 2)):
+            losses += train(strategy, built, optim, [[each]]).losses  # type: ignore[arg-type]
+    except StrategyError as error:
+        message = str(error)
+    strategy.leave()
+    dist.destroy_process_group()
+    return losses, message
+
+
+class Predicts:
+    """An EvalStep that gives what the model does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.predict = lambda batch: model(**batch)
+
+    def prepare(self, batch: Any) -> Any:
+        return batch
+
+
+def counting_in_evaluation(model: type[nn.Module]) -> tuple[int, str]:
+    """In a worker: how many of three batches are evaluated, of which some labels of the last one do not count; and what is said of it."""
+    torch.set_num_threads(1)
+    strategy = MeshStrategy(device=DEVICE, cp=2)
+    strategy.join()
+    built, _ = strategy.setup(model(), adamw(1))
+    built.eval()
+    batch, step = sample("plain", 4, 0), Predicts(built)
+    done, message = 0, ""
+    try:
+        for each in (batch, batch, uneven(batch, 1)):
+            with torch.no_grad():
+                strategy.evaluate(strategy.split(each), step)
+            done += 1
+    except StrategyError as error:
+        message = str(error)
+    strategy.leave()
+    dist.destroy_process_group()
+    return done, message
+
+
+@pytest.mark.distributed
+def test_labels_that_do_not_count_in_a_later_evaluation(workers2: WorkerGroup) -> None:
+    for done, message in workers2.run(counting_in_evaluation, Regularised):
+        assert done == 2
+        assert message.startswith(
+            "batch: has targets of -100, the first one had none, and where some do not count, model: over strategy.cp=2 "
+        )
+    assert workers2.run(counting_in_evaluation, Plain) == [(3, ""), (3, "")]
+
+
+@pytest.mark.distributed
+def test_labels_that_do_not_count_after_some_that_all_did(workers2: WorkerGroup) -> None:
+    for losses, message in workers2.run(counting, Regularised):
+        assert len(losses) == 2
+        assert message.startswith(
+            "batch: has targets of -100, the first one had none, and where some do not count, model: over strategy.cp=2 "
+        )
+    for losses, message in workers2.run(counting, Plain):
+        assert (len(losses), message) == (4, "")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -17,7 +19,7 @@ from flextrain.core.base.errors import FlexTrainError
 from flextrain.core.hugging_face.transformers_private import WITH_PLANS
 from flextrain.core.torch_compat.torch_private import TorchDispatchMode
 from flextrain.strategies.mesh import experts as balance
-from flextrain.strategies.mesh.experts import Dispatch, ExpertParallel, find_stacks
+from flextrain.strategies.mesh.experts import Dispatch, ExpertParallel, Repetitions, find_stacks
 from flextrain.testing import WorkerGroup
 from flextrain.testing.differences import CheckFailedError
 
@@ -197,6 +199,41 @@ class Summed(MeshStrategy):
 def test_expert_gradients_averaged_twice_are_caught(workers2: WorkerGroup) -> None:
     for strategy in (AveragedTwice, Summed):
         assert "single-device has" in workers2.run(differing, strategy)[0]
+
+
+class Limited(nn.Module):
+    """Each expert takes some tokens only."""
+
+    num_experts = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, tokens: Tensor, ids: Tensor, weights: Tensor, capacity: int = 1000) -> Tensor:
+        kept = torch.nn.functional.one_hot(ids, 2).cumsum(0).gather(-1, ids[..., None]).squeeze(-1) <= capacity
+        return self.drop(tokens) * (weights * kept).sum(-1, keepdim=True)
+
+
+def _tried(module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    mesh: Any = SimpleNamespace(size=lambda: 1)
+    Dispatch("experts", module, mesh, None, 1.0, Repetitions(), forward)._check_sum(torch.ones(1, 2), torch.ones(1, 1))
+
+
+def test_a_trial_leaves_the_modes_of_all_modules() -> None:
+    module = Limited()
+    module.drop.eval()
+    _tried(module, module.forward)
+    assert (module.training, module.drop.training) == (True, False)
+
+
+def test_experts_with_a_capacity() -> None:
+    module = Limited()
+    with pytest.raises(
+        FlexTrainError,
+        match=r"^model\.experts: its output for a token depends on the tokens beside it, as by a capacity",
+    ):
+        _tried(module, partial(module.forward, capacity=8))
 
 
 class Normalising(Experts):

@@ -14,6 +14,7 @@ from torch import nn
 
 from flextrain import MeshStrategy, OptimWrapper
 from flextrain.core.base.errors import StrategyError
+from flextrain.core.torch_compat.backward_private import backward_of_input
 from flextrain.optim import gradients
 from flextrain.optim.gradients import ModelGroup
 from flextrain.strategies.mesh.pipeline.chain import balanced
@@ -40,6 +41,35 @@ from .saving import on_one_device, session
 
 Workers = Callable[[int], WorkerGroup]
 MESH = dict(type="MeshStrategy")
+
+
+def test_gradients_of_weights_apart_from_those_of_what_is_a_view() -> None:
+    layer, leaf = nn.Linear(3, 3), torch.rand(2, 3, requires_grad=True)
+    layer(leaf).t().square().sum().backward()
+    expected, leaf.grad, layer.weight.grad = (leaf.grad, layer.weight.grad), None, None
+    output = layer(leaf).t()
+    finish = backward_of_input(output, 2 * output.detach(), leaf, layer)
+    assert layer.weight.grad is None
+    finish()
+    torch.testing.assert_close((leaf.grad, layer.weight.grad), expected)
+
+
+class Shares(nn.Module):
+    """Two terms have a weight in common, and each one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.both = (nn.Parameter(torch.rand(3)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.one + self.both) + (self.two + self.both)
+
+
+def test_gradients_of_weights_apart_that_share_one() -> None:
+    model, leaf = Shares(), torch.rand(2, 3, requires_grad=True)
+    backward_of_input(model(leaf), torch.ones(2, 3), leaf, model)()
+    for parameter, expected in zip(model.parameters(), (2.0, 2.0, 4.0), strict=True):
+        torch.testing.assert_close(parameter.grad, torch.full((3,), expected))
 
 
 def is_head(module: nn.Module) -> bool:

@@ -193,7 +193,38 @@ class InGraph(Plain):
         return logits + self.embed.weight.square().mean() if torch.is_grad_enabled() else logits
 
 
+class Rows(Plain):
+    """Layers write rows of what the result is made of."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        x, rows = self.embed(input_ids), torch.zeros(2)
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            rows[i] = layer.q(x).mean()
+        return {"loss": self.head(self.norm(x)).mean(), "rows": rows}
+
+
+class SumsRows(Rows):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().forward(*args, **kwargs)
+        return found["loss"] + found["rows"].view(1, 2).sum()
+
+
+class InPlace(Plain):
+    """What a layer returned is changed before the next one, where a stage begins."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+            x += input_ids[..., None]
+        return self.head(self.norm(x))
+
+
 FORWARDS: list[tuple[type[Plain], str]] = [
+    (Rows, "what Rows returns was computed from layers.0.q.weight, which the last stage lacks"),
+    (SumsRows, "what SumsRows returns was computed from layers.0.q.weight, which the last stage lacks"),
+    (InPlace, "layers.1 is called with another tensor than layers.0 returned, and a stage begins with it"),
     (Skips, "what Skips returns was computed from embed.weight, which the last stage lacks"),
     (Returns, "what Returns returns was computed from embed.weight, which the last stage lacks"),
     (Counts, "the forward of Counts changes the buffer steps, which every stage has a copy of"),
@@ -210,8 +241,8 @@ FORWARDS: list[tuple[type[Plain], str]] = [
 ]
 
 
-def rehearse(model: nn.Module, *, device: str = "cpu") -> Rehearsal:
-    made = Rehearsal(model, chain_of(model), [(0, 1), (1, 2)], torch.device(device))
+def rehearse(model: nn.Module, *, device: str = "cpu", is_repeated: bool = False) -> Rehearsal:
+    made = Rehearsal(model, chain_of(model), [(0, 1), (1, 2)], torch.device(device), is_repeated=is_repeated)
     made.plan((), {"input_ids": sample("plain", 2, 0)["input_ids"]}, True)
     return made
 
@@ -223,6 +254,80 @@ def test_forwards_that_cannot_be_cut(kind: type[Plain], message: str) -> None:
     assert message in str(caught.value)
     assert str(caught.value).startswith("strategy.pp: ")
     assert "\n" not in str(caught.value)
+
+
+class Notes(PlainBlock):
+    rows: Any = None
+    number = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.rows[self.number] = x.detach().mean()
+        return x
+
+
+class WritesRows(Plain):
+    """Layers write rows that no result has."""
+
+    def __init__(self) -> None:
+        super().__init__(Notes)
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        rows = torch.zeros(2)
+        for i, layer in enumerate(self.layers):
+            layer.rows, layer.number = rows, i  # type: ignore[assignment]
+        return super().forward(input_ids)
+
+
+def test_rows_that_no_result_has() -> None:
+    rehearse(WritesRows())
+
+
+class CountsCalls(Plain):
+    """A number of the model itself counts its calls, and another one says what the last batch was."""
+
+    calls, length = 0, 0
+    counts = True
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        self.calls += self.counts
+        self.length = input_ids.shape[1]
+        return super().forward(input_ids) * self.calls
+
+
+def test_a_number_that_forward_counts_in() -> None:
+    rehearse(CountsCalls())
+    with pytest.raises(
+        FlexTrainError, match=r"the forward of CountsCalls changes the number calls, and a process with"
+    ):
+        rehearse(CountsCalls(), is_repeated=True)
+    model = CountsCalls()
+    model.counts = False
+    rehearse(model, is_repeated=True)
+
+
+class Weighs(PlainBlock):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), 0.5, 3, None
+
+
+class AddsNumbers(Plain):
+    """Layers return numbers beside their tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(Weighs)
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        x, total = self.embed(input_ids), 0.0
+        for layer in self.layers:
+            x, one, other, none = layer(x)
+            assert none is None
+            total += (one or 0.0) + (other or 0)
+        return self.head(self.norm(x)) * total
+
+
+def test_numbers_that_layers_of_another_stage_return() -> None:
+    assert stage_of(AddsNumbers(), 1).isnan().all()
 
 
 class LeavesOutLater(Plain):
@@ -271,6 +376,61 @@ def test_what_another_stage_has_is_no_number_later(later: str) -> None:
     assert run.run(1, 0, lambda passed: torch.zeros(2, LENGTH, 32), lambda: model(ids)).isfinite().all()
     model.later = later
     assert run.run(1, 0, lambda passed: torch.zeros(2, LENGTH, 32), lambda: model(ids)).isnan().all()
+
+
+class Doubles(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class OfBatch(Plain):
+    """Its layers begin with the batch alone; what the first one gives may be used after all of them."""
+
+    later = False
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        x = torch.ones(*input_ids.shape, 32)
+        given = []
+        for layer in self.layers:
+            x = layer(x)
+            given.append(x)
+        return self.head(self.norm(x + given[0] if self.later else x))
+
+
+def test_what_a_layer_of_another_stage_gave_is_no_number_later() -> None:
+    model = OfBatch(layers=3)
+    run = StageRun(model, chain_of(model), [2, 1], [1], torch.device("cpu"))
+    run.cut()
+    ids = sample("plain", 2, 0)["input_ids"]
+    assert run.run(1, 0, lambda passed: torch.zeros(2, LENGTH, 32), lambda: model(ids)).isfinite().all()
+    model.later = True
+    assert run.run(1, 0, lambda passed: torch.zeros(2, LENGTH, 32), lambda: model(ids)).isnan().all()
+
+
+def test_what_a_layer_without_parameters_gave() -> None:
+    model = OfBatch(layers=2)
+    model.layers.insert(0, Doubles())
+    model.later = True
+    made = Rehearsal(model, chain_of(model), [(0, 2), (2, 3)], torch.device("cpu"))
+    with pytest.raises(FlexTrainError, match=r"what OfBatch returns was computed from layers\.0, which the last stage"):
+        made.plan((), {"input_ids": sample("plain", 2, 0)["input_ids"]}, True)
+
+
+class ChangesInput(PlainBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.relu_())
+
+
+def test_a_stage_that_begins_with_a_layer_that_changes_its_input() -> None:
+    model = Plain(ChangesInput)
+    run = StageRun(model, chain_of(model), [1, 1], [1], torch.device("cpu"))
+    run.cut()
+    ids = sample("plain", 2, 0)["input_ids"]
+    given = torch.linspace(-1, 1, 2 * LENGTH * 32).view(2, LENGTH, 32).requires_grad_()
+    run.run(1, 0, lambda passed: given, lambda: model(ids)).square().sum().backward()
+    assert given.grad is not None
+    assert given.grad[0].eq(0).all()
+    assert given.grad[1].any()
 
 
 class Reads(Plain):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -82,6 +82,7 @@ class CutBatch(dict[str, Any]):
         size: number of its samples; None if sequences are along the first dimension.
         dim, dims: dimension of the sequences, and that of each entry that was cut.
         count, total: number of targets that count in the loss, on this process and on all that share the batch.
+        counts_all: every target counts.
         weight: what ``loss_weight`` gives for this shard; 1 if it has not been asked.
         is_weighed: ``loss_weight`` has been asked. One that counts labels is not, of a batch without any, such as one to predict.
         is_sum: the loss is a sum divided by a number that the batch has, no mean over this shard.
@@ -98,6 +99,7 @@ class CutBatch(dict[str, Any]):
     dims: Mapping[str, int]
     count: float
     total: float
+    counts_all: bool
     weight: float
     is_weighed: bool
     is_sum: bool
@@ -128,6 +130,8 @@ class SequenceBatches:
         divides: the loss is a sum divided by ``num_items_in_batch`` where the batch has it.
         loss_weight: the model's, see Weighing; None: it has none.
         decoder_inputs: gives ``decoder_input_ids`` for labels, of a model with an encoder and a decoder; None: it has one sequence.
+        needs_all: in training (True) and in evaluation, what is wrong with what the model gives where some targets do not count, if that
+            was found.
     """
 
     keys: Mapping[str, int | None]
@@ -139,6 +143,7 @@ class SequenceBatches:
     divides: bool = False
     loss_weight: Callable[[Any], Any] | None = None
     decoder_inputs: Callable[[Tensor], Tensor] | None = None
+    needs_all: dict[bool, str | None] = field(default_factory=dict)
 
     def cut(self, batch: Any) -> CutBatch:
         """Return this process's shard of a batch.
@@ -166,6 +171,7 @@ class SequenceBatches:
         cut.size = whole[main].shape[0] if cut.dim else None
         cut.is_sum = self.divides and cut.get("num_items_in_batch") is not None
         ignoring = self._ignoring(whole, dims)
+        cut.counts_all = ignoring is None
         if ignoring is None:
             cut.count, cut.total = length / shards.count, length
         else:
@@ -239,6 +245,25 @@ class SequenceBatches:
                 few = some // (4 * self._count)
                 found[key].narrow(dim, some - few, few).zero_()
         return {**whole, **found}
+
+    def with_ignored(self, batch: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+        """Return a batch in which the last targets do not count, so that processes differ in how many do."""
+        whole = dict(batch)
+        for key in keys:
+            dim = self._dim(key)
+            assert dim is not None
+            whole[key] = whole[key].clone()
+            length = whole[key].shape[dim]
+            few = max(1, length // (4 * self._count))
+            whole[key].narrow(dim, length - few, few).fill_(IGNORED)
+        return whole
+
+    def check_counting(self, batch: CutBatch, training: bool) -> None:
+        """Raise StrategyError for a batch with targets that do not count, if what the model gives would not be that of one process."""
+        if (problem := self.needs_all.get(training)) is not None and not batch.counts_all:
+            raise StrategyError(
+                f"batch: has targets of {IGNORED}, the first one had none, and where some do not count, {problem}"
+            )
 
     @property
     def _masks(self) -> Sequence[str]:

@@ -24,7 +24,7 @@ from ...base import EvalStep, TrainStep
 from ..experts import Dispatch
 from ..first_batch import differentiated, differing, trying
 from .attention import SequenceAttention
-from .batches import CutBatch, SequenceBatches, gather_outputs
+from .batches import IGNORED, CutBatch, SequenceBatches, gather_outputs
 from .transformers import Interception, TransformersModel
 
 # MixedPositions: follows positions through the operations of a forward, to find what combines several of them beside
@@ -66,12 +66,14 @@ class MixedPositions(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         found: what combines positions first, with the name of its module; None: nothing so far.
+        targets: keys of the memory of what was compared with the label of positions that do not count, or given to a loss that does.
     """
 
     def __init__(self, model: nn.Module, may_cut: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model, self._may_cut = model, may_cut
         self.found: str | None = None
+        self.targets: set[int] = set()
         self._path: list[str] = []
         # By the key of a storage, which no other gets while something refers to it; its memory goes as always. And kinds by byte.
         self._memory: dict[int, tuple[StorageWeakRef, Tensor]] = {}
@@ -118,6 +120,10 @@ class MixedPositions(TorchDispatchMode):  # type: ignore[no-untyped-call]
             del self._memory[key]
         given = arguments_of(func, args, kwargs)
         inputs = [value for value in tree_flatten(list(given.values()))[0] if isinstance(value, Tensor)]
+        if given.get("ignore_index") == IGNORED and isinstance(given.get("target"), Tensor):
+            self.targets.add(self._key(given["target"]))
+        elif name in ("eq", "ne") and not isinstance(given["other"], Tensor) and given["other"] == IGNORED:
+            self.targets.add(self._key(given["self"]))
         kinds = {id(tensor): found for tensor in inputs if (found := self._read(tensor)) is not None}
         memory = {self._key(tensor) for tensor in inputs}
         out = func(*args, **kwargs)
@@ -508,6 +514,21 @@ class OneProcessComparison:
         if not self._adapted:
             self._check_losses(losses, cut)
         self._raise_found()
+        if problem := self._compared(whole, cut, step):
+            raise StrategyError(problem)
+        if targets := self._all_counting(cut):
+            fewer = self._batches.with_ignored(whole, targets)
+            problems = dist.all_gather_object(self._compared(fewer, self._batches.cut(fewer), step))
+            self._batches.needs_all[True] = next(filter(None, problems), None)
+
+    def _all_counting(self, cut: CutBatch) -> list[str]:
+        """The keys of targets of which all count in this batch, on some process, and may not in another one; a collective."""
+        own = [key for key in cut.dims if storage_key(cut[key]) in self._following.targets]
+        everyones = dist.all_gather_object(own if cut.counts_all else [])
+        return sorted({key for keys in everyones for key in keys})
+
+    def _compared(self, whole: dict[str, Any], cut: CutBatch, step: TrainStep) -> str | None:
+        """Return what is wrong with the loss or its gradients, see ``of_training``."""
         factor = cut.factor
         if self._is_weighed:
             weights = torch.tensor([cut.weight], dtype=torch.float64)
@@ -524,13 +545,15 @@ class OneProcessComparison:
         both = torch.stack([loss.detach(), expected.detach()]).double()
         torch.distributed.all_reduce(both, group=self._mesh.get_group())
         value, right = (both / self._mesh.size()).tolist()
-        self._check_difference(abs(value - right), abs(right), f"its loss is {value:.6g} and not {right:.6g}")
-        found = None if right != right else differing(gradients, wanted, self._attention.dtype, self._attention.device)
-        if found is not None:
-            raise StrategyError(
-                f"model.{found[0]}: over strategy.cp={self._mesh.size()} processes its gradient differs by {found[1]:.1e} of its size "
-                f"from that of one process; {self._cause}"
-            )
+        is_known = not any(dist.all_gather_object(right != right))
+        found = differing(gradients, wanted, self._attention.dtype, self._attention.device) if is_known else None
+        problem = self._difference(abs(value - right), abs(right), f"its loss is {value:.6g} and not {right:.6g}")
+        if problem or found is None:
+            return problem
+        return (
+            f"model.{found[0]}: over strategy.cp={self._mesh.size()} processes its gradient differs by {found[1]:.1e} of its size "
+            f"from that of one process; {self._cause}"
+        )
 
     def of_evaluation(self, batch: CutBatch, step: EvalStep) -> None:
         """Compare outputs, see ``of_training``."""
@@ -540,6 +563,15 @@ class OneProcessComparison:
             self._follow(cut, lambda: step.predict(cut))
         self._check_calls()
         self._raise_found()
+        if problem := self._outputs_compared(whole, cut, step):
+            raise StrategyError(problem)
+        if targets := self._all_counting(cut):
+            fewer = self._batches.with_ignored(whole, targets)
+            problems = dist.all_gather_object(self._outputs_compared(fewer, self._batches.cut(fewer), step))
+            self._batches.needs_all[False] = next(filter(None, problems), None)
+
+    def _outputs_compared(self, whole: dict[str, Any], cut: CutBatch, step: EvalStep) -> str | None:
+        """Return what is wrong with the outputs."""
         self._note_documents(cut)
         with torch.no_grad(), self._uncut(), trying(self._model):
             expected = step.predict(whole)
@@ -551,7 +583,7 @@ class OneProcessComparison:
                 pair = (mine.double() - other.double()).norm().item(), other.double().norm().item()
                 worst = max(worst, pair, key=lambda of: of[0] / (of[1] or 1.0))
         difference, scale = dist.all_gather_object(worst, self._mesh.get_group())[0]
-        self._check_difference(difference, scale, f"its outputs differ by {difference / (scale or 1.0):.1e}")
+        return self._difference(difference, scale, f"its outputs differ by {difference / (scale or 1.0):.1e}")
 
     def _excerpt(self, batch: CutBatch) -> dict[str, Any]:
         return self._batches.excerpt(batch.whole, POSITIONS * self._mesh.size())
@@ -638,16 +670,16 @@ class OneProcessComparison:
     def _cause(self) -> str:
         return _OF_DOCUMENTS if self._has_documents else _CAUSE
 
-    def _check_difference(self, difference: float, scale: float, what: str) -> None:
+    def _difference(self, difference: float, scale: float, what: str) -> str | None:
+        """Return what to say of a difference; None if it is not larger than rounding."""
         if scale != scale:  # a mean over nothing
-            return
+            return None
         tolerance = _TOLERANCE.get(self._attention.dtype, 3e-2)
         if torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32:
             tolerance = tolerance if self._attention.device.type == "cpu" else max(tolerance, 2e-3)
-        if not difference <= tolerance * max(scale, 1e-3):  # also if it is NaN
-            raise StrategyError(
-                f"model: over strategy.cp={self._mesh.size()} processes {what} of one process; {self._cause}"
-            )
+        if difference <= tolerance * max(scale, 1e-3):  # not if it is NaN
+            return None
+        return f"model: over strategy.cp={self._mesh.size()} processes {what} of one process; {self._cause}"
 
 
 def _short(value: Any) -> Any:

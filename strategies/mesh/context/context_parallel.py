@@ -317,6 +317,8 @@ class Context(Axis):
 
     def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
         """See Axis."""
+        for batch in window:
+            self._batches.check_counting(batch, training=True)
         # A shard with fewer targets counts less; the model's own weights know that.
         factors = [1.0 if self._is_weighed else batch.factor for batch in window]
         shares = (1.0 if share is None else share for share in step.shares)
@@ -337,6 +339,7 @@ class Context(Axis):
             self._comparison.of_evaluation(batch, step)
             self._is_evaluation_compared = True
             self._compared()
+        self._batches.check_counting(batch, training=False)
         self._attention.begin(batch)
         try:
             with self._attending():

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from ....core.base.errors import StrategyError
 from ....core.comm.collectives import as_sent, broadcast_object, group_with_this_process
 from ....core.random.generators import kept_random_state
+from ....core.torch_compat.backward_private import backward_of_input
 from ....core.torch_compat.dtensor_private import settle_root
-from ....core.torch_compat.torch_private import backward_of_input, has_values
+from ....core.torch_compat.torch_private import has_values
 from ...base import EvalStep, TrainStep
 from ..axis import Layout
 from ..tensor.operations import computes_on_dtensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,11 @@ from ....core.torch_compat.torch_private import (
     TorchDispatchMode,
     apart,
     arguments_of,
+    changed_by,
     fake_mode_of,
+    is_mutable,
+    makes_views,
+    storage_key,
     tree_flatten,
     version_of,
 )
@@ -39,6 +44,7 @@ _OF_SHAPES = frozenset(f"{kind}_like" for kind in ("rand", "randn", "randint", "
 # Operations that draw as many numbers as values of tensors say.
 _BY_VALUES = frozenset({"poisson", "binomial", "_standard_gamma", "_sample_dirichlet"})
 _RATES = ("dropout_p", "dropout")  # arguments of attention and of recurrent layers, which draw nothing if it is 0
+_OVERWRITING = frozenset({"copy_", "fill_", "zero_"})  # what was there before does not matter
 
 
 @dataclass
@@ -50,16 +56,18 @@ class Plan:
         draws_inside: the layers do, or what comes after them.
         apart: names of the submodules that do so before the layers, and that not every stage has.
         draws_on_host: it draws from Python's or NumPy's generator, somewhere.
-        forms: by layer, the length of the tuple that it returns; 0 for a tensor.
+        forms: by layer, what stands for the rest of the tuple that it returns: NaN for numbers, else None. No entry: a tensor.
         changes: the layers that give another shape or dtype than they get.
+        overwrites: the layers that change in place what they get.
     """
 
     draws: bool = False
     draws_inside: bool = False
     draws_on_host: bool = False
     apart: set[str] = field(default_factory=set)
-    forms: dict[int, int] = field(default_factory=dict)
+    forms: dict[int, tuple[float | None, ...]] = field(default_factory=dict)
     changes: set[int] = field(default_factory=set)
+    overwrites: set[int] = field(default_factory=set)
 
 
 def chained(args: Any, kwargs: Any) -> Tensor:
@@ -94,6 +102,8 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._next = 0
         self._inside: int | None = None
         self._last: Tensor | None = None
+        self._version = 0  # of the input when its layer was called, then of the last one when it was returned
+        self._written: dict[int, list[_Written]] = {}  # by memory
         self._input: Tensor | None = None
         self.path: list[nn.Module] = []
         """The modules under way, from the layer on."""
@@ -106,6 +116,7 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if name not in _OF_SHAPES:
             known = [t.__dict__["_pipeline"] for t in tree_flatten((args, kwargs))[0] if _is_known(t)]
+            known += self._read(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             drawn = self._has_drawn()
             if not drawn and name in _BY_VALUES:
@@ -113,8 +124,29 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known += drawn
         out = func(*args, **kwargs)
         if known:
-            self._combine(known, out)
+            found = self._combine(known, out)
+            if is_mutable(func):
+                self._write(changed_by(func, args, kwargs), *found)
         return out
+
+    def _read(self, func: Any, args: Any, kwargs: Any) -> list[tuple[frozenset[int], str]]:
+        """Return what other tensors, such as rows of theirs, have written into the memory of the arguments."""
+        if not self._written or makes_views(func):
+            return []
+        read = args[1:] if func.overloadpacket.__name__ in _OVERWRITING else args
+        return [found for t in tree_flatten((read, kwargs))[0] if isinstance(t, Tensor) for found in self._found_in(t)]
+
+    def _found_in(self, tensor: Tensor) -> Iterator[tuple[frozenset[int], str]]:
+        if _has_memory(tensor):
+            span = _bytes_of(tensor)
+            for each in self._written.get(storage_key(tensor), ()):
+                if each.span[0] < span[1] and span[0] < each.span[1]:
+                    yield each.right, each.origin
+
+    def _write(self, changed: Sequence[Tensor], right: frozenset[int], origin: str) -> None:
+        for tensor in filter(_has_memory, changed):
+            written = _Written(tensor, _bytes_of(tensor), right, origin)
+            self._written.setdefault(storage_key(tensor), []).append(written)
 
     def _check_agreement(self, name: str, known: Sequence[tuple[frozenset[int], str]]) -> None:
         for right, origin in known:
@@ -124,8 +156,8 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "stages would go on with different ones; draw before the layers from the batch only"
                 )
 
-    def _combine(self, known: Sequence[tuple[frozenset[int], str]], out: Any) -> None:
-        """Note where the results of an operation are right."""
+    def _combine(self, known: Sequence[tuple[frozenset[int], str]], out: Any) -> tuple[frozenset[int], str]:
+        """Note where the results of an operation are right, and what they were computed from; return both."""
         stage = len(self._spans) - 1 if self._inside is None else self._stage_of(self._inside)
         right, origin = known[0]
         for other, name in known[1:]:
@@ -140,6 +172,7 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tree_flatten(out)[0]:
             if isinstance(tensor, Tensor):
                 note(tensor, right, origin)
+        return right, origin
 
     def pass_over(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Stand for a module whose operations cannot be followed: it depends on all of its arguments and parameters."""
@@ -198,12 +231,12 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         value = chained(args, kwargs)
         begins = number and self._stage_of(number) != self._stage_of(number - 1)
-        if begins and value is not self._last:
+        if begins and (value is not self._last or version_of(value) != self._version):
             raise StrategyError(
                 f"strategy.pp: {names[number]} is called with another tensor than {names[number - 1]} returned, and a stage begins "
                 "with it; give pp_split so that it does not"
             )
-        self._inside, self._input = number, value
+        self._inside, self._input, self._version = number, value, version_of(value)
 
     def leave(self, number: int, output: Any) -> None:
         """A layer has returned."""
@@ -216,13 +249,16 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "begins with it"
             )
         stage = self._stage_of(number)
-        self._inside, self._next, self._last = None, number + 1, value
-        if isinstance(output, tuple):
-            self.plan.forms[number] = len(output)
         assert self._input is not None
+        if version_of(self._input) != self._version:
+            self.plan.overwrites.add(number)
+        self._inside, self._next, self._last, self._version = None, number + 1, value, version_of(value)
+        if isinstance(output, tuple):
+            # A number, such as a weight of a penalty, would be missing unnoticed.
+            self.plan.forms[number] = tuple(math.nan if type(other) in (int, float) else None for other in output[1:])
         if value.shape != self._input.shape or value.dtype != self._input.dtype:
             self.plan.changes.add(number)
-        if right_on(value) is None:  # was computed from the batch alone, and is right everywhere
+        if value is self._input and right_on(value) is None:  # is of the batch, and right everywhere
             return
         after = {self._stage_of(number + 1)} if number + 1 < len(self._chain.layers) else set()
         note(value, frozenset({stage, *after}), name)
@@ -237,14 +273,37 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "in pp_layers"
             )
         for tensor in tensors_in(result):
-            if _is_known(tensor) and last not in tensor.__dict__["_pipeline"][0]:
-                raise StrategyError(
-                    f"strategy.pp: what {model} returns was computed from {tensor.__dict__['_pipeline'][1]}, which the last stage "
-                    "lacks; only the tensor that layers hand on is sent to it"
-                )
+            known = [tensor.__dict__["_pipeline"]] if _is_known(tensor) else []
+            for right, origin in (*known, *self._found_in(tensor)):
+                if last not in right:
+                    raise StrategyError(
+                        f"strategy.pp: what {model} returns was computed from {origin}, which the last stage lacks; only the tensor "
+                        "that layers hand on is sent to it"
+                    )
 
     def _stage_of(self, layer: int) -> int:
         return stage_of(layer, self._spans)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What stands in some memory: where it is right, and what it was computed from; the tensor keeps the memory."""
+
+    tensor: Tensor
+    span: tuple[int, int]
+    right: frozenset[int]
+    origin: str
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its memory, and the one after its last."""
+    first = tensor.storage_offset()
+    last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(first) * tensor.itemsize, int(last + 1) * tensor.itemsize
 
 
 def _draws(operation: Any, args: Any, kwargs: Any) -> bool:
@@ -295,6 +354,7 @@ class Rehearsal:
         spans: first layer, and first layer after it, of every stage.
         device: on which the model computes.
         dtype: in which FSDP computes; None: that of the parameters.
+        is_repeated: a process calls the model several times for a batch, because it has several stages.
     """
 
     def __init__(
@@ -304,8 +364,11 @@ class Rehearsal:
         spans: Sequence[tuple[int, int]],
         device: torch.device,
         dtype: torch.dtype | None = None,
+        *,
+        is_repeated: bool = False,
     ) -> None:
         self._chain, self._spans, self._device = chain, spans, device
+        self._is_repeated = is_repeated
         self._mode = fake_mode_of((*model.parameters(), *model.buffers()))
         self._name = type(model).__name__
         self._common: list[tuple[nn.Module, str, str]] = []  # saved buffers of every stage: module, key, name
@@ -378,6 +441,37 @@ class Rehearsal:
     def _rehearse(self, args: Any, kwargs: Any, training: bool) -> Plan:
         self._whole.train(training)
         before = [(getattr(module, key), version_of(getattr(module, key))) for module, key, _ in self._common]
+        numbers = self._numbers()
+        following, result = self._followed(args, kwargs)
+        following.check_result(result, self._name)
+        for (module, key, name), (buffer, version) in zip(self._common, before, strict=True):
+            if getattr(module, key) is not buffer or version_of(buffer) != version:
+                raise StrategyError(
+                    f"strategy.pp: the forward of {self._name} changes the buffer {name}, which every stage has a copy of and would "
+                    "change as often as it runs; keep it in a submodule that forward calls, or change it in a hook"
+                )
+        if self._is_repeated and (after := self._numbers()) != numbers:
+            self._followed(args, kwargs)  # what is set to the same again is right
+            if changed := [name for name, number in self._numbers().items() if number != after.get(name)]:
+                raise StrategyError(
+                    f"strategy.pp: the forward of {self._name} changes the number {changed[0]}, and a process with several stages "
+                    "runs it several times for a batch; change it in a hook, or choose a pp_schedule with 1 stage per process"
+                )
+        return following.plan
+
+    def _numbers(self) -> dict[str, Any]:
+        """The numbers that are attributes of modules which every stage has."""
+        stages = frozenset(range(len(self._spans)))
+        return {
+            f"{path}.{key}".lstrip("."): value
+            for path, module in self._whole.named_modules()
+            if stages_of(path, self._chain, self._spans) == stages
+            for key, value in vars(module).items()
+            if type(value) in (bool, int, float)
+        }
+
+    def _followed(self, args: Any, kwargs: Any) -> tuple[Following, Any]:
+        """Run the whole model once; return what has followed it, and its result."""
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
         learns = torch.is_grad_enabled()
         while True:
@@ -404,14 +498,7 @@ class Rehearsal:
                     f"strategy.pp: the forward of {self._name} cannot be followed through its layers, {type(error).__name__}: "
                     f"{reason}"
                 ) from error
-        following.check_result(result, self._name)
-        for (module, key, name), (buffer, version) in zip(self._common, before, strict=True):
-            if getattr(module, key) is not buffer or version_of(buffer) != version:
-                raise StrategyError(
-                    f"strategy.pp: the forward of {self._name} changes the buffer {name}, which every stage has a copy of and would "
-                    "change as often as it runs; keep it in a submodule that forward calls, or change it in a hook"
-                )
-        return following.plan
+        return following, result
 
     def _pass_over(self, path: Sequence[nn.Module]) -> bool:
         """Take the innermost module that fails, and all of its class, for one that gives what looks like its first argument.
@@ -467,10 +554,14 @@ class Rehearsal:
         """Return whether a layer gives another shape or dtype than it gets."""
         return layer in self._plan.changes
 
+    def overwrites(self, layer: int) -> bool:
+        """Return whether a layer changes in place what it gets."""
+        return layer in self._plan.overwrites
+
     def as_given(self, layer: int, value: Tensor) -> Any:
-        """Return a tensor in the form in which a layer returns it; what else it returned is None."""
-        length = self._plan.forms.get(layer, 0)
-        return (value, *[None] * (length - 1)) if length else value
+        """Return a tensor in the form in which a layer returns it; what else it returned is NaN or None."""
+        others = self._plan.forms.get(layer)
+        return value if others is None else (value, *others)
 
     def stand_in(self, name: str, args: Any, kwargs: Any) -> Any:
         """Return what a submodule would give for arguments of these shapes, with NaN in it, which takes no memory if it is contiguous."""

@@ -238,7 +238,7 @@ class StageRun:
         self.chain, self.own, self.count, self._device = chain, list(own), len(split), device
         starts = [sum(split[:stage]) for stage in range(len(split) + 1)]
         self.spans = list(itertools.pairwise(starts))
-        self.rehearsal = Rehearsal(model, chain, self.spans, device, dtype)
+        self.rehearsal = Rehearsal(model, chain, self.spans, device, dtype, is_repeated=len(self.own) > 1)
         self._slots: dict[int, list[tuple[nn.Module, str, nn.Module]]] = {}
         self.current: int | None = None
         self._given: Callable[[Callable[[], Tensor]], Tensor] | None = None
@@ -483,8 +483,13 @@ class StageRun:
             value, self._was_given = self._given(functools.partial(self._passed, number, value, args, kwargs)), True
             if draws:
                 self.streams.enter_layers(self.current)
+            if self.rehearsal.overwrites(start):
+                value = value.clone()  # autograd has none of a leaf changed
         else:
             value = self._passed(number, value, args, kwargs)
+            if number == 0 and value.is_floating_point() and not isinstance(value, DTensor):
+                # A later batch may take a branch that needs it, and gets no wrong number. It may be changed in place.
+                value = torch.full_like(value, torch.nan)
         return self.rehearsal.as_given(number, value)
 
     def _passed(self, number: int, value: Tensor, args: Any, kwargs: Any) -> Tensor:
