@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -158,8 +159,15 @@ class OptimWrapper:
 
     _has_seen_step = _sees_none = False  # see observe_steps
     _observing: Any = None
+    guard: UpdateGuard | None = None
+    last_step = _NONE_YET
     _accumulate: int
+    _left: int | None = None  # micro-batches from the window's first on; None: no end is known
     _driven = False  # a training loop announces every micro-batch
+    _adapter: OptimizerAdapter | None = None
+    _roles: Roles | None = None
+    _autocast: Callable[[], AbstractContextManager[None]] | None = None
+    _model_group: ModelGroup | None = None
 
     def __init__(
         self,
@@ -175,37 +183,26 @@ class OptimWrapper:
             allowed = "a whole number" if accumulative_counts % 1 else "1 or more"
             raise ConfigError(f"{where}.accumulative_counts: {accumulative_counts} is not allowed, give {allowed}")
         self.where = where
-        self.accumulate = int(accumulative_counts)  # 64 / 16 is a float
+        self._accumulate = int(accumulative_counts)  # 64 / 16 is a float
         self.clip_grad = None if clip_grad is None else validate(ClipGrad, clip_grad, f"{where}.clip_grad")
         if self.clip_grad is not None:
             self.clip_grad.check(f"{where}.clip_grad")
-        self.last_step = _NONE_YET
-        self.guard: UpdateGuard | None = None
-        own = {"type": type(self).__name__, "accumulative_counts": self.accumulate, "clip_grad": clip_grad}
+        own = {"type": type(self).__name__, "accumulative_counts": self._accumulate, "clip_grad": clip_grad}
         self._recipe = check_optimizer(optimizer, paramwise_cfg, constructor, where, own)
         self._optimizer: Optimizer | None = optimizer if isinstance(optimizer, Optimizer) else None
-        self._adapter: OptimizerAdapter | None = None
-        self._roles: Roles | None = None
-        self._autocast: Callable[[], AbstractContextManager[None]] | None = None
-        self._model_group: ModelGroup | None = None
         self._step_pre_hooks: list[Callable[[OptimWrapper], None]] = []
         self._backward_pre_hooks: list[Callable[[Tensor], None]] = []
-        self._index, self._size = 0, self.accumulate
-        self._left: int | None = None  # micro-batches from the window's first on; None: no end is known
+        self._index, self._size = 0, self._accumulate
 
-    @property
-    def accumulate(self) -> int:
-        """Micro-batches of an update."""
-        return self._accumulate
-
-    @accumulate.setter
-    def accumulate(self, number: int) -> None:
+    def _set_accumulate(self, number: int) -> None:
         if self._driven and number != self._accumulate:
             raise ConfigError(
                 f"{self.where}.accumulate: {self._accumulate} cannot become {number} now, a training loop has begun with it; end this run, and "
                 "resume it with other accumulative_counts"
             )
         self._accumulate = number
+
+    accumulate: int = property(attrgetter("_accumulate"), _set_accumulate, doc="Micro-batches of an update.")  # type: ignore[assignment]
 
     # Called by the strategy, in this order
 

@@ -6,8 +6,6 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 
 def may_have_graphs(options: bool | Mapping[str, Any]) -> bool:
     """Whether ``torch.compile`` with these options may record CUDA graphs; without options the user has compiled, and it may. 2.11."""
@@ -21,9 +19,3 @@ def may_have_graphs(options: bool | Mapping[str, Any]) -> bool:
         or given.get("backend") == "cudagraphs"
         or chosen.get("triton.cudagraphs", by_default)
     )
-
-
-def has_recorded(module: nn.Module) -> bool:
-    """Whether ``torch.cuda.make_graphed_callables``, or a function made after it, has recorded a part of a module. 2.6, 2.15."""
-    forwards = (part.__dict__.get("forward") for part in module.modules())
-    return any("make_graphed" in getattr(forward, "__qualname__", "") for forward in forwards)

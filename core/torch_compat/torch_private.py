@@ -211,8 +211,20 @@ LOADING_METHODS = ("_load_from_state_dict", "load_state_dict")
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` was applied to a module or a part of it, in place or not. 2.6, 2.15."""
-    return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in module.modules())
+    """Whether ``torch.compile`` was applied to a module or a part of it, in place or not, or CUDA graphs of one are recorded. 2.6, 2.15."""
+    for part in module.modules():
+        if (
+            part._compiled_call_impl is not None
+            or "_orig_mod" in part._modules
+            or ("forward" in part.__dict__ and is_recorded(part))
+        ):
+            return True
+    return False
+
+
+def is_recorded(module: nn.Module) -> bool:
+    """Whether ``torch.cuda.make_graphed_callables``, or a function made after it, has recorded a module. 2.6, 2.15."""
+    return "make_graphed" in getattr(module.__dict__.get("forward"), "__qualname__", "")
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:

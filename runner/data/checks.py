@@ -16,7 +16,7 @@ from ...core.base.errors import ConfigError, counted, one_of, suggest
 from ...core.base.registry import DATA_SAMPLERS
 from .collate import check_collate, named_function
 from .dataset_wrappers import check_dataset_config, check_in_one_pass, is_config
-from .samplers import InfiniteSampler, follows_span, held_in
+from .samplers import HOLDERS, InfiniteSampler, follows_span, held_in
 from .streams.divided_streams import SHARD
 from .user_loaders import gives_batches, length_of, sampler_of
 
@@ -219,7 +219,8 @@ def check_dataset(dataset: Any, cfg: Mapping[str, Any], where: str, training: bo
                 raise ConfigError(f"{where}.{key}: has no meaning with an IterableDataset, which has its own order")
     if not training and not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__len__"):
         raise ConfigError(f"{where}.dataset: {type(dataset).__name__} has no length, which evaluation needs")
-    _check_held(dataset, f"{where}.dataset")
+    if isinstance(dataset, HOLDERS):
+        _check_held(dataset, f"{where}.dataset")
 
 
 def _check_held(dataset: Any, where: str) -> None:

@@ -344,8 +344,7 @@ class TrainData:
     @property
     def draws_apart(self) -> bool:
         """Whether what is drawn for the order of the data differs between processes."""
-        follows_seed = self.splittable is None and not is_divided(self.loader)
-        return self.diff_rank_seed and self._shard[1] > 1 and follows_seed
+        return self._shard[1] > 1 and self.splittable is None and not is_divided(self.loader)
 
     @property
     def sampler_name(self) -> str:

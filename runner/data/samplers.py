@@ -25,21 +25,25 @@ from ...core.random.permutation import Shuffled, Straight
 # Call ``set_epoch`` of datasets, samplers and dataloaders at the beginning of an epoch.
 
 
+HOLDERS = (Subset, ConcatDataset, StackDataset, ChainDataset)
+"""Torch's datasets that hold others."""
+
+
 def tell_epoch(part: Any, epoch: int) -> None:
     """Call ``set_epoch`` of a dataset, a sampler or a loader, if it has one; datasets of torch that hold others have none."""
     if (set_epoch := getattr(part, "set_epoch", None)) is not None:
         set_epoch(epoch)
-    else:
+    elif isinstance(part, HOLDERS):
         for dataset in held_in(part):
             tell_epoch(dataset, epoch)
 
 
 def held_in(part: Any) -> Iterable[Any]:
     """The datasets that a dataset of torch holds; none of another one."""
+    if not isinstance(part, HOLDERS):
+        return []
     if isinstance(part, Subset):
         return [part.dataset]
-    if not isinstance(part, (ConcatDataset, StackDataset, ChainDataset)):
-        return []
     inner: Any = part.datasets
     if isinstance(inner, dict):
         return inner.values()

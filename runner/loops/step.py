@@ -30,8 +30,7 @@ from ...core.model.base_model import (
 )
 from ...core.model.batch_keys import looking_at_keys, taken_keys
 from ...core.model.module_state import leaving_buffers
-from ...core.torch_compat.graphs_private import has_recorded, may_have_graphs
-from ...core.torch_compat.torch_private import is_compiled
+from ...core.torch_compat.torch_private import is_compiled, is_recorded
 from ...optim.gradients import giving_nothing
 from ...optim.wrapper import OptimWrapper, StepInfo
 from ...optim.wrapper_dict import OptimWrapperDict
@@ -147,20 +146,15 @@ class Stepper:
         self.takes_mode = takes_mode(module)
         self._for_prediction = {"mode": "predict"} if self.takes_mode else {}
         self._own_forward = own_run_forward(module)
-        self._losses: Callable[[Any], tuple[Tensor, Mapping[str, Tensor]]] = self._losses_of_result
-        if self._own_forward is not None:
-            self._losses = self._losses_of_own_forward
-        elif self.takes_mode:
-            self._losses = self._losses_by_mode
+        usual = self._losses_by_mode if self.takes_mode else self._losses_of_result
+        self._losses = usual if self._own_forward is None else self._losses_of_own_forward
         preprocessor = getattr(module, "data_preprocessor", None)
         self.has_preprocessor = callable(preprocessor)
         self.preprocess = looking_at_keys(preprocessor if callable(preprocessor) else self._to_device, module)
         if not self.takes_mode and self._own_forward is None:
             self.preprocess = _leaving_out_keys(self.preprocess, module, first=not self.has_preprocessor)
         self.parse: Any = module.parse_losses if overrides(module, "parse_losses") else parse_losses
-        self.run: Callable[[Any, int], dict[str, Tensor]] = (
-            self._custom_step if self.custom_train else self._micro_batch
-        )
+        self.run = self._custom_step if self.custom_train else self._micro_batch
         self.shares: Sequence[float | None] = _WHOLE
         self.counted: Counted | None = None
         """What counts of the update's micro-batches; None: all of them, equally."""
@@ -179,7 +173,7 @@ class Stepper:
         casts = strategy.autocast() is not NOTHING or overridden(strategy, "autocast")
         self._autocast: Callable[[], AbstractContextManager[None]] | None = strategy.autocast if casts else None
         # CUDA graphs write every replay's outputs to the same memory, but outputs are kept until a line is logged.
-        self._reuses_outputs = bool(strategy.config.compile) or is_compiled(module) or has_recorded(module)
+        self._reuses_outputs = bool(strategy.config.compile) or is_compiled(module)
         self.weighing = Weighing.of(module, strategy.device, strategy.topology)
         self._for_loss = {} if self.weighing is None else self.weighing.arguments
         if optim is not None:
@@ -336,8 +330,11 @@ class Stepper:
     @cached_property
     def _reuses_gradients(self) -> bool:
         """Whether backward may write gradients to the memory of earlier ones; asked when a micro-batch has run, which may record graphs."""
-        is_compiled_here = bool(self.strategy.config.compile) or is_compiled(self.module)
-        return (is_compiled_here and may_have_graphs(self.strategy.config.compile)) or has_recorded(self.module)
+        from ...core.torch_compat.graphs_private import may_have_graphs
+
+        options, module = self.strategy.config.compile, self.module
+        is_repeated = bool(options) or is_compiled(module)
+        return is_repeated and (may_have_graphs(options) or any(map(is_recorded, module.modules())))
 
     def keep_gradients(self) -> None:
         """Give gradients memory of their own where others may be written to it, when more runs before their update."""

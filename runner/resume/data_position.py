@@ -113,7 +113,7 @@ def data_facts(runner: Run, loop: Mapping[str, Any]) -> DataFacts:
         by_index=sampler is not None and sampler.by_index,
         workers=data.stream_workers,
         fingerprint=data.fingerprint,
-        own_draws=data.draws_apart,
+        own_draws=data.diff_rank_seed and data.draws_apart,
         left_out=data.left_out,
     )
 

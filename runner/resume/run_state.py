@@ -254,7 +254,7 @@ def save(
     With ``is_export`` frozen parameters are never left out, and the states of hooks always.
     """
     strategy, topology = runner.strategy, runner.strategy.topology
-    if save_optimizer:
+    if save_optimizer and any(parameter.grad is not None for parameter in strategy.module.parameters()):
         _tell_of_gradients(runner)
     state: dict[str, Any] = strategy.state()
     if strays := [key for key in state if not key.startswith((_MODEL, _OPTIMIZER))]:
@@ -305,8 +305,7 @@ def save(
     if data is not None:
         own["loader"] = data.loader_state()
     Participants(f"{path}: could not be saved").meet(path.name, float(strategy.config.timeout_s))
-    leaves_out = strategy.config.exclude_frozen_parameters and not is_export
-    if leaves_out and (prints := fingerprints_of_left_out(strategy)):
+    if strategy.config.exclude_frozen_parameters and not is_export and (prints := fingerprints_of_left_out(strategy)):
         state[LEFT_OUT] = prints
     staging = staging or Staging()
     if not topology.is_alone:

@@ -348,7 +348,9 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: DTensor, bias: DTensor | None, group: Any, local: LocalTensors | None) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: DTensor, bias: DTensor | None, group: Any, local: LocalTensors | None
+    ) -> Tensor:
         ctx.weight, ctx.bias, ctx.dtype, ctx.local = weight, bias, input.dtype, local
         own, added = local_tensor(weight), None if bias is None else local_tensor(bias)
         if torch.is_autocast_enabled(device := input.device.type) and input.dtype != torch.float64:
