@@ -337,7 +337,7 @@ def _why_not_dtensors(
     make: Make, samples: Samples, spread: Callable[[Tensor], Tensor]
 ) -> tuple[str | None, dict[tuple[int, str], tuple[Placement, ...]]]:
     try:
-        whole = samples.run(make, lambda tensor: tensor, _MORE_UPDATES)
+        whole = samples.run(make, lambda tensor: tensor)
     except TrialError as error:
         return f"could not be tried on small parameters, {error}", {}
     try:

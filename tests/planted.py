@@ -42,7 +42,7 @@ class _Added(torch.autograd.Function):
 def row_without_sum(model: Build) -> None:
     def by_rows(self: Any, input: Tensor) -> Any:
         self._local.close()
-        return local_tensors._Linear.apply(input, self._module.weight, self._module.bias, None)
+        return local_tensors._Linear.apply(input, self._module.weight, self._module.bias, None, None)
 
     local_tensors._LocalLinear._by_rows = by_rows  # type: ignore[method-assign]
 
