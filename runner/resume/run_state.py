@@ -49,7 +49,6 @@ from ...strategies.parts import (
     saves,
     state_left_out,
 )
-from ..hooks.hook import Hook
 from ..options import Resume
 from .data_position import begin_epoch_anew, check_counts, continue_epoch, data_facts, load_loader, load_random
 from .resumed_schedules import (
@@ -517,7 +516,7 @@ def _load_hooks(runner: Run, path: Path, loaded: Mapping[str, Any]) -> None:
             if found := _unflatten(loaded, f"hook.{name}"):
                 with piece(path, f"hook.{name}", "hooks"):
                     hook.load_state_dict(found)
-                takes_none = type(hook).load_state_dict is Hook.load_state_dict
+                takes_none = type(hook).load_state_dict.__qualname__ == "Hook.load_state_dict"
                 if takes_none and (lost := [key for key in found if not _has_tensor(found[key])]):
                     runner.logger.warning(
                         f"{name} starts afresh: its state_dict() has {lost[0]}, and it defines no load_state_dict(state)"
