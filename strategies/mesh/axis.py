@@ -22,7 +22,7 @@ from ..base import EvalStep, Optim, TrainStep
 from .config import MeshConfig
 
 
-def check_pairs(axes: Sequence[type[Axis] | Axis], device_type: str, backends: str) -> None:
+def check_pairs(axes: Sequence[Axis], device_type: str, backends: str) -> None:
     """Raise StrategyError where a process of an axis would send a device's tensor to another one by gloo, which cannot.
 
     Args:
@@ -208,7 +208,7 @@ class Axis:
         divides: its processes hold different parameters of one replica of the model, not parts of each.
         overlays: it is no dimension of its own: it divides the processes of dp_shard, and of the axes inside of it, anew.
         fast: it sends within every layer; the log warns where its processes are not all on one node.
-        pairs: a process sends to a single other one, which gloo does for CPU tensors alone.
+        pairs: a process sends to a single other one, which gloo does for CPU tensors alone. May be a property of the object.
         reports_last: predictions are on its last process; otherwise on its first. May be a property of the object.
     """
 

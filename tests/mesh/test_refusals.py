@@ -107,6 +107,16 @@ def every_second(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
     return (key <= query) & (key % 2 == 0)
 
 
+def of(*kinds: type[Axis], **options: Any) -> list[Axis]:
+    """Axes with these options, in no job."""
+    found: list[Axis] = []
+    for kind in kinds:
+        axis = kind.__new__(kind)
+        axis.config = SimpleNamespace(**options)  # type: ignore[assignment]
+        found.append(axis)
+    return found
+
+
 CONTEXT: list[Row] = [
     (transformers_model("gpt2", attn_pdrop=0.2), "model.config.attn_pdrop: 0.2 is not possible with strategy.cp_kind"),
     (
@@ -265,8 +275,12 @@ CONTEXT: list[Row] = [
         "model: MultiheadAttention computes its weights by hand with need_weights=True; with cp give need_weights=",
     ),
     (
-        lambda: check_pairs([ExpertParallel, Pipeline], "cuda", "cpu:gloo,cuda:gloo"),
+        lambda: check_pairs(of(ExpertParallel, Pipeline), "cuda", "cpu:gloo,cuda:gloo"),
         "strategy.backend: gloo cannot send cuda tensors from one process to another, which strategy.pp does; leave it",
+    ),
+    (
+        lambda: check_pairs(of(Context, cp_kind="ring"), "cuda", "cpu:gloo,cuda:gloo"),
+        "strategy.backend: gloo cannot send cuda tensors from one process to another, which strategy.cp does; leave it",
     ),
 ]
 
@@ -288,11 +302,11 @@ def test_refused(call: Callable[[], object], message: str) -> None:
     [
         ([Context, Pipeline], "cpu", "cpu:gloo"),
         ([Context, Pipeline], "cuda", "cpu:gloo,cuda:nccl"),
-        ([TensorParallel, ExpertParallel], "cuda", "cpu:gloo,cuda:gloo"),
+        ([TensorParallel, ExpertParallel, Context], "cuda", "cpu:gloo,cuda:gloo"),
     ],
 )
 def test_axes_that_a_back_end_can_serve(axes: list[type[Axis]], device: str, backends: str) -> None:
-    check_pairs(axes, device, backends)
+    check_pairs(of(*axes, cp_kind="ulysses"), device, backends)
 
 
 def test_keys_that_may_be_absent_from_the_first_update() -> None:

@@ -514,12 +514,18 @@ class OneProcessComparison:
         if not self._adapted:
             self._check_losses(losses, cut)
         self._raise_found()
-        if problem := self._compared(whole, cut, step):
+        self._check(whole, cut, step, self._compared, is_training=True)
+
+    def _check(
+        self, whole: dict[str, Any], cut: CutBatch, step: Any, compared: Callable[..., str | None], is_training: bool
+    ) -> None:
+        """Raise what ``compared`` finds wrong; note what it finds with some targets that do not count, where all do."""
+        if problem := compared(whole, cut, step):
             raise StrategyError(problem)
         if targets := self._all_counting(cut):
             fewer = self._batches.with_ignored(whole, targets)
-            problems = dist.all_gather_object(self._compared(fewer, self._batches.cut(fewer), step))
-            self._batches.needs_all[True] = next(filter(None, problems), None)
+            problems = dist.all_gather_object(compared(fewer, self._batches.cut(fewer), step))
+            self._batches.needs_all[is_training] = next(filter(None, problems), None)
 
     def _all_counting(self, cut: CutBatch) -> list[str]:
         """The keys of targets of which all count in this batch, on some process, and may not in another one; a collective."""
@@ -563,12 +569,7 @@ class OneProcessComparison:
             self._follow(cut, lambda: step.predict(cut))
         self._check_calls()
         self._raise_found()
-        if problem := self._outputs_compared(whole, cut, step):
-            raise StrategyError(problem)
-        if targets := self._all_counting(cut):
-            fewer = self._batches.with_ignored(whole, targets)
-            problems = dist.all_gather_object(self._outputs_compared(fewer, self._batches.cut(fewer), step))
-            self._batches.needs_all[False] = next(filter(None, problems), None)
+        self._check(whole, cut, step, self._outputs_compared, is_training=False)
 
     def _outputs_compared(self, whole: dict[str, Any], cut: CutBatch, step: EvalStep) -> str | None:
         """Return what is wrong with the outputs."""

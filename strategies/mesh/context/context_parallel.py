@@ -214,7 +214,11 @@ class Context(Axis):
     name = "cp"
     folds = True
     fast = True
-    pairs = True
+
+    @property
+    def pairs(self) -> bool:  # type: ignore[override]
+        """See Axis; heads go for positions by collectives."""
+        return self.config.cp_kind != "ulysses"
 
     @classmethod
     def check_config(cls, config: Any) -> None:
