@@ -63,6 +63,8 @@ WorkerFactory = Callable[[int], "WorkerGroup"]
 LEFT_TO_FULL = Path(__file__).with_name("left_to_full.txt")
 LEFT_TO_FULL_UNKNOWN = pytest.StashKey[list[str]]()
 """Its lines that name no test; known where all tests are collected."""
+ALL_OF_THEM = pytest.StashKey[bool]()
+"""Whether all tests are collected, before some are chosen by their markers."""
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before tests are chosen by their markers
@@ -79,8 +81,10 @@ def pytest_collection_modifyitems(
         if item.get_closest_marker("distributed") or not PROCESS_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
     # For a test: an error here would end a session of xdist without its words, and hide a module that cannot be imported.
-    is_whole = config.args == config.getini("testpaths") and not config.option.ignore and not session.testsfailed
+    is_whole = config.stash[ALL_OF_THEM] and not config.option.ignore and not session.testsfailed
     config.stash[LEFT_TO_FULL_UNKNOWN] = sorted(left - found) if is_whole else []
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.nodeid.partition("::")[0])  # see pytest_collection
     yield
     if "PYTEST_XDIST_WORKER" in os.environ:
         items[:] = in_one_session(items)
@@ -97,9 +101,21 @@ def in_one_session(items: list[pytest.Item]) -> list[pytest.Item]:
     return rest[:start] + slow + rest[start:]
 
 
-def pytest_collection() -> None:
-    """Modules and tests are for ever: the garbage collector need not look at them again and again, a third of the time that collecting takes."""
+def pytest_collection(session: pytest.Session) -> None:
+    """Spare the sessions work that each would do.
+
+    Modules and tests are for ever: the garbage collector need not look at them again and again, a third of the time that
+    collecting takes. Another third, in a fresh clone, is compiling the tests: each session begins elsewhere in the list of
+    files, and later finds what the others have compiled.
+    """
     gc.disable()
+    config = session.config
+    config.stash[ALL_OF_THEM] = config.args == config.getini("testpaths")
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker and config.stash[ALL_OF_THEM]:
+        files = sorted(str(path) for folder in config.args for path in Path(folder).rglob("test_*.py"))
+        start = int(worker.removeprefix("gw")) * len(files) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        config.args[:] = files[start:] + files[:start]
 
 
 def pytest_collection_finish() -> None:
