@@ -560,7 +560,7 @@ def _try(kind: Any, cfg: Mapping[str, Any] | str, where: str) -> None:
         OPTIMIZERS.build(cfg, where, params=[{**group, "stacked": False} if updates_matrices(kind) else group])
     except ConfigError:
         raise
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
 
 

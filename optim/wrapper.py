@@ -136,6 +136,8 @@ class ClipGrad(Config):
             raise ConfigError(f'{where}.{needed}: missing, type="{self.type}" needs it')
         if value <= 0:
             raise ConfigError(f"{where}.{needed}: {value} is not allowed, give a number above 0")
+        if not self.norm_type > 0:
+            raise ConfigError(f"{where}.norm_type: {self.norm_type} is not allowed, give a number above 0, or inf")
         for key in sorted(self.model_fields_set - {"type", *keys}):
             if getattr(self, key) is not None:
                 raise ConfigError(f'{where}.{key}: has no meaning with type="{self.type}", leave it out')

@@ -29,7 +29,7 @@ from ..strategies.base import Strategy
 from ..strategies.build import build_strategy
 from .data.checks import check_dataloader, is_infinite, loader_and_shard
 from .data.user_loaders import batch_size
-from .hooks import EmptyCacheHook, Hook, NonFiniteHook, ProfilerHook
+from .hooks import EmptyCacheHook, Hook, NonFiniteHook, ParamSchedulerHook, ProfilerHook
 from .hooks.build import build_hooks
 from .hooks.checkpoint import CheckpointHook
 from .loops.train import EpochBasedTrainLoop, EvalConfig, TrainConfig
@@ -384,6 +384,8 @@ def doubts(
         yield from _of_validation(config.train.arguments, loop)
     yield from _of_accumulation(loop)
     yield from _of_learning_rates(optim, schedulers)
+    if any(schedulers.values()) and not any(isinstance(hook, ParamSchedulerHook) for hook, _ in config.hooks):
+        yield "param_scheduler: has no effect unless a hook of yours steps it, default_hooks.param_scheduler is None"
     for name, group in schedulers.items():
         by_name = bool(name) and isinstance(param_scheduler, Mapping) and "type" not in param_scheduler
         given = param_scheduler[name] if by_name and name in param_scheduler else param_scheduler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,6 +57,8 @@ def build_strategy(cfg: Any = None, *, given_as: Mapping[str, str] | None = None
     if isinstance(given, str) and set(given) & set(":."):
         given = STRATEGIES.resolve(given, "strategy.type")
     refuse_foreign(given, "strategy", "flextrain.Strategy", STRATEGIES)
+    if inspect.isclass(given) and not issubclass(given, Strategy):
+        raise ConfigError(f"strategy.type: {given.__name__} is no Strategy, subclass flextrain.Strategy")
     if isinstance(cfg, Mapping):
         for key, value in options.items():
             if key in cfg and cfg[key] != value:

@@ -35,7 +35,7 @@ from flextrain.core.base.events import (
     read_progress,
 )
 from flextrain.core.torch_compat.torch_private import watched_agent
-from flextrain.elastic.command_line import DEFAULT_RESTARTS, OPTIONS, OWN, read_options
+from flextrain.elastic.command_line import DEFAULT_RESTARTS, OPTIONS, OWN, misplaced, read_options
 from flextrain.elastic.launching import Supervisor, _parsed, summary
 from flextrain.elastic.starts import Fault, History, failure_elsewhere, failure_of
 
@@ -60,6 +60,8 @@ def test_what_follows_the_script_is_the_script_s(script: str) -> None:
     ("given", "message"),
     [
         (["--nproc-per-nod", "2"], '"--nproc-per-nod" is not an option, did you mean "--nproc-per-node"?'),
+        (["--nproc", "2"], '"--nproc" is not an option, did you mean "--nproc-per-node"?'),
+        (["--nproc-per-node", "0"], '--nproc-per-node "0" is not allowed, give 1 or more'),
         (["--max-restart=2"], 'did you mean "--max-restarts"?'),
         (["--max-restarts", "-1"], '--max-restarts "-1" is not allowed, give a whole number from 0 on'),
         (["--max-restarts"], "--max-restarts needs a value, N"),
@@ -77,6 +79,15 @@ def test_bad_options(script: str, given: list[str], message: str) -> None:
         read_options([*given, *rest])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_processes_that_are_asked_for_behind_the_script(script: str) -> None:
+    assert not misplaced(read_options(["--nproc-per-node=2", script, "--lr", "1"]))
+    found = misplaced(read_options([script, "--nproc_per_node=2"]))
+    assert (
+        found
+        == f"flextrain run: --nproc-per-node comes after {script}, so it is an argument of the script; give it before"
+    )
 
 
 def test_a_script_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:

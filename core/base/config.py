@@ -151,6 +151,8 @@ _WORDS = {
     "greater_than_equal": "{ge} or more",
     "less_than": "a number below {lt}",
     "less_than_equal": "{le} or less",
+    "too_long": "at most {max_length} items",
+    "too_short": "at least {min_length} items",
 }
 
 

@@ -441,7 +441,8 @@ class FileReader:
     def _read(self, path: Path, where: str) -> Contents:
         if path.suffix not in SUFFIXES:
             given = path.suffix or path.name
-            hint = suggest(path.suffix, SUFFIXES) if path.suffix else ""
+            named = [each.name for each in map(path.with_suffix, SUFFIXES) if not path.suffix and each.is_file()]
+            hint = suggest(path.suffix, SUFFIXES) if path.suffix else suggest(path.name, named)
             raise ConfigError(f'{where}"{given}" is no kind of configuration file, give {one_of(SUFFIXES)}{hint}')
         if not path.is_file():
             kind = "is a folder" if path.is_dir() else "does not exist"

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from ..elastic.command_line import DEFAULT_RESTARTS, GROUPS, read_options
+from ..elastic.command_line import DEFAULT_RESTARTS, GROUPS, misplaced, read_options
 from .output import FoldedHelp
 
 DESCRIPTION = f"""\
@@ -50,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ..elastic.launching import launch_and_watch, summary
 
     options = read_options(arguments.script_arguments)
+    if line := misplaced(options):
+        sys.stderr.write(f"{line}\n")
     status, how, watched = launch_and_watch(options)
     sys.stdout.flush()
     sys.stderr.write(summary(status, how, watched) + "\n")

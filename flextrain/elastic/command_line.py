@@ -143,9 +143,8 @@ def read_options(argv: Sequence[str]) -> Options:
         if name in _REFUSED:
             raise ConfigError(f"run: {word} has no meaning here, {_REFUSED[name]}")
         if name not in OPTIONS:
-            raise ConfigError(
-                f'run: "{word}" is not an option{suggest(name, OPTIONS)}; `flextrain run --help` names all'
-            )
+            near = suggest(name, [each for each in OPTIONS if each.startswith(name)] or OPTIONS)
+            raise ConfigError(f'run: "{word}" is not an option{near}; `flextrain run --help` names all')
         if not OPTIONS[name]:
             if equals:
                 raise ConfigError(f"run: {word} takes no value, {value!r} was given")
@@ -163,11 +162,22 @@ def read_options(argv: Sequence[str]) -> Options:
     return found
 
 
+def misplaced(options: Options) -> str:
+    """A line if the number of processes or machines stands behind the script, which then gets it; else empty."""
+    for word in options.arguments:
+        if (name := word.partition("=")[0].replace("_", "-")) in ("--nproc-per-node", "--nnodes"):
+            return f"flextrain run: {name} comes after {options.script}, so it is an argument of the script; give it before"
+    return ""
+
+
 def _check(options: Options) -> None:
     for name, low in (("--max-restarts", 0), ("--shutdown-timeout", 0)):
         value = options.given.get(name)
         if value is not None and not (value.isdigit() and int(value) >= low):
             raise ConfigError(f'run: {name} "{value}" is not allowed, give a whole number from {low} on')
+    processes = options.given.get("--nproc-per-node", "1")
+    if processes.lstrip("-").isdigit() and int(processes) < 1:
+        raise ConfigError(f'run: --nproc-per-node "{processes}" is not allowed, give 1 or more')
     if options.alive_file is not None and not options.alive_file.parent.is_dir():
         raise ConfigError(f"run: --alive-file {options.alive_file} has no folder, give one that exists")
     machines = options.given.get("--nnodes", "1").split(":")

@@ -325,6 +325,11 @@ def unlike_the_run(scheduler: ParamScheduler, steps: int) -> Iterator[str]:
     minimum = getattr(scheduler, "eta_min", None)
     if minimum and minimum >= max(scheduler.base_values):
         yield f"eta_min: {minimum:g} is not below {name}={max(scheduler.base_values):g}, {name} rises to it; give less"
+    ratio = getattr(scheduler, "eta_min_ratio", None)
+    if ratio is not None and ratio >= 1:
+        yield f"eta_min_ratio: {ratio:g} is not below 1, {name} rises to {ratio:g} times its value; give less"
+    if name == "momentum" and not any(scheduler.base_values):
+        yield "type: changes nothing, because the optimizer's momentum is 0; give the optimizer a momentum"
     if scheduler.end - scheduler.begin == 1 and isinstance(scheduler, (PolyParamScheduler, ConstantParamScheduler)):
         yield f"end: {scheduler.end} makes a window of one step, in which the schedule changes nothing; give more"
     # The steps of training inside the window; periods and milestones count from its begin.

@@ -9,7 +9,7 @@ from typing import Any
 from ...core.base.config import refuse_foreign
 from ...core.base.errors import ConfigError, suggest
 from ...core.base.registry import HOOKS
-from . import DEFAULT_HOOKS, CheckpointHook, EarlyStoppingHook, Hook, get_priority
+from . import DEFAULT_HOOKS, CheckpointHook, EarlyStoppingHook, Hook, ParamSchedulerHook, get_priority
 from .hook import check_points, refuse_methods
 
 
@@ -24,9 +24,16 @@ def build_hooks(default_hooks: Any, custom_hooks: Any, *, validates: bool) -> li
     Raises:
         ConfigError: an entry is invalid; the message names its key.
     """
-    built = []
+    built: list[tuple[Hook, int]] = []
+    steps: str | None = None  # the key of the hook that steps the schedules
     for key, cfg in _resolve(default_hooks, custom_hooks):
         hook = build_hook(cfg, key)
+        if isinstance(hook, ParamSchedulerHook):
+            if steps is not None:
+                raise ConfigError(
+                    f"{key}: steps the schedules, and so does {steps}; leave it out, or set that one to None"
+                )
+            steps = key
         if not validates:
             _check_needs(hook, key)
         built.append((hook, priority_of(hook, cfg, key)))

@@ -141,6 +141,7 @@ class EMAHook(Hook):
     and the averages beside them. If there are float32 master weights, the average follows these. Averages of
     half-precision weights are kept in float32, because small momenta need the precision. The average does not move where no
     update was made: loss scaling skipped it, or the recipe (``should_update``) or the model (``train_step``) left it out.
+    Of several hooks all averages are kept and saved; validation and testing use those of the first.
 
     Args:
         ema_type: ExponentialMovingAverage, StochasticWeightAverage (the mean of all), or MomentumAnnealingEMA (the
@@ -301,8 +302,9 @@ class EMAHook(Hook):
         return runner.iter + 1 >= self.begin_iter
 
     def _swap_in(self, runner: Run) -> None:
-        # Before the first update the averages hold old weights.
-        if self._average is not None and self._updates:
+        # Before the first update the averages hold old weights. Those of another hook would be taken for the model's own.
+        others = (hook._average for hook in runner.hooks if isinstance(hook, EMAHook) and hook is not self)
+        if self._average is not None and self._updates and not any(each and each.is_swapped_in for each in others):
             self._average.swap_in()
             _refresh(runner)
 

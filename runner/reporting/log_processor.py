@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch import Tensor
 
-from ...core.base.config import Config, check_call, validate
+from ...core.base.config import Config, PositiveInt, check_call, validate
 from ...core.base.errors import ConfigError
 from ...core.base.overriding import refuse_unused
 from ...core.device.device import memory_mb, memory_source
@@ -37,7 +37,7 @@ class CustomLog(Config):
     """The statistic to compute: mean, min, max, current, or one of ``HistoryBuffer.register_statistics``."""
     log_name: str | None = None
     """The name in the log; default: the scalar's name, whose usual entry it replaces."""
-    window_size: int | Literal["epoch", "global"] | None = None
+    window_size: PositiveInt | Literal["epoch", "global"] | None = None
     """Number of iterations; "epoch": those of the current epoch; None and "global": all since the start."""
     arguments: dict[str, Any] = {}
     """Further arguments of a registered statistic, given as keys of the entry."""

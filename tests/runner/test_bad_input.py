@@ -375,6 +375,27 @@ OUT_OF_RANGE = [
     case("env_cfg.resource_limit", 0, "give 1 or more"),
     case("log_processor.window_size", 0, "give 1 or more"),
     case("log_processor.num_digits", -1, "give 0 or more"),
+    case(
+        "log_processor.custom_cfg",
+        [dict(data_src="loss", window_size=0)],
+        "0 is not allowed, give 1 or more",
+        "log_processor.custom_cfg[0].window_size",
+    ),
+    case("visualizer.vis_backends", [dict(type="LocalVisBackend")] * 2, "is given twice", "visualizer.vis_backends[1]"),
+    case(
+        "optim_wrapper.clip_grad",
+        dict(max_norm=1, norm_type=-1),
+        "give a number above 0, or inf",
+        "optim_wrapper.clip_grad.norm_type",
+    ),
+    case("optim_wrapper.optimizer", dict(type="SGD", foreach=True, fused=True), "cannot be `True` together"),
+    case(
+        "optim_wrapper.optimizer",
+        dict(type="AdamW", betas=(0.9, 0.99, 0.999)),
+        "give at most 2 items",
+        "optim_wrapper.optimizer.betas",
+    ),
+    case("strategy", nn.Linear, "Linear is no Strategy, subclass flextrain.Strategy", "strategy.type"),
     case("log_processor.mean_pattern", "(", "is no regular expression"),
     case(
         "log_processor.custom_cfg",

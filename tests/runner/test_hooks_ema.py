@@ -272,6 +272,26 @@ def test_the_weights_come_back_when_validation_raises(new_run: Callable[..., Fle
     assert torch.equal(run.strategy.module.linear.weight, hook.own)  # type: ignore[arg-type,union-attr]
 
 
+def test_of_several_averages_the_first_is_validated_and_training_goes_on_with_its_own_weights(
+    new_run: Callable[..., FlexibleRunner], tmp_path: Path
+) -> None:
+    seen: list[Tensor] = []
+
+    class Look(Hook):
+        def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+            seen.append(runner.strategy.module.linear.weight.detach().clone())
+
+    alone = new_run(work_dir=str(tmp_path / "alone"))
+    alone.train()
+    first, second = EMAHook(momentum=0.1), EMAHook(momentum=0.3)
+    run = new_run(work_dir=str(tmp_path / "both"), custom_hooks=[first, second, Look()])
+    run.train()
+    assert torch.equal(run.strategy.module.linear.weight, alone.strategy.module.linear.weight)  # type: ignore[arg-type,union-attr]
+    averages = [hook.state_dict()["averaged.linear.weight"] for hook in (first, second)]
+    assert torch.equal(seen[-1], averages[0])
+    assert not torch.equal(*averages)
+
+
 def test_a_checkpoint_holds_both_and_resuming_is_exact(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
     def options(hook: EMAHook) -> dict[str, Any]:
         checkpoint = {"type": "CheckpointHook", "interval": 13, "by_epoch": False}

@@ -59,6 +59,7 @@ FILES: list[tuple[dict[str, str], str]] = [
     ({"m.toml": "x = 1\nd = 2024-01-01"}, 'm.toml:2: d: is a date or time, write it in quotes, "2024-01-01"'),
     ({"m.toml": "a = none"}, "m.toml:1: this is no TOML, Invalid value"),
     ({"m.cfg": "a = 1"}, '".cfg" is no kind of configuration file, give .py, .yaml, .yml, .json or .toml'),
+    ({"m.py": "_base_ = 'base'", "base.yaml": "a: 1"}, 'm.py:1: "base" is no kind of configuration file, give .py, .yaml, .yml, .json or .toml, did you mean "base.yaml"?'),
     ({"m.ymal": "a: 1"}, '".ymal" is no kind of configuration file, give .py, .yaml, .yml, .json or .toml, did you mean ".yml"?'),
 ]  # fmt: skip
 
