@@ -57,8 +57,6 @@ def build_strategy(cfg: Any = None, *, given_as: Mapping[str, str] | None = None
     if isinstance(given, str) and set(given) & set(":."):
         given = STRATEGIES.resolve(given, "strategy.type")
     refuse_foreign(given, "strategy", "flextrain.Strategy", STRATEGIES)
-    if inspect.isclass(given) and not issubclass(given, Strategy):
-        raise ConfigError(f"strategy.type: {given.__name__} is no Strategy, subclass flextrain.Strategy")
     if isinstance(cfg, Mapping):
         for key, value in options.items():
             if key in cfg and cfg[key] != value:
@@ -68,9 +66,11 @@ def build_strategy(cfg: Any = None, *, given_as: Mapping[str, str] | None = None
         cfg = {**options, **cfg}
     else:
         cfg = {**options, "type": cfg}
-    strategy = STRATEGIES.build(cfg, "strategy")
+    is_other = inspect.isclass(given) and not issubclass(given, Strategy)  # whose own arguments nobody asked for
+    strategy = given if is_other else STRATEGIES.build(cfg, "strategy")
     if not isinstance(strategy, Strategy):
-        raise ConfigError(f"strategy.type: {type(strategy).__name__} is no Strategy, subclass flextrain.Strategy")
+        name = given.__name__ if is_other else type(strategy).__name__
+        raise ConfigError(f"strategy.type: {name} is no Strategy, subclass flextrain.Strategy")
     strategy._given_as = {key: names[key] for key in names.keys() & options.keys()}
     refuse_unused(strategy, {**_NEVER_CALLED, **EARLIER}, "strategy.type")
     return strategy

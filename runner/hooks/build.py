@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core.base.config import refuse_foreign
@@ -24,20 +24,22 @@ def build_hooks(default_hooks: Any, custom_hooks: Any, *, validates: bool) -> li
     Raises:
         ConfigError: an entry is invalid; the message names its key.
     """
-    built: list[tuple[Hook, int]] = []
-    steps: str | None = None  # the key of the hook that steps the schedules
+    built = []
     for key, cfg in _resolve(default_hooks, custom_hooks):
         hook = build_hook(cfg, key)
-        if isinstance(hook, ParamSchedulerHook):
-            if steps is not None:
-                raise ConfigError(
-                    f"{key}: steps the schedules, and so does {steps}; leave it out, or set that one to None"
-                )
-            steps = key
         if not validates:
             _check_needs(hook, key)
+        if custom_hooks and isinstance(hook, ParamSchedulerHook):
+            _refuse_twice(key, built)
         built.append((hook, priority_of(hook, cfg, key)))
     return built
+
+
+def _refuse_twice(key: str, built: Sequence[tuple[Hook, int]]) -> None:
+    if any(isinstance(hook, ParamSchedulerHook) for hook, _ in built):
+        raise ConfigError(
+            f"{key}: another ParamSchedulerHook steps the schedules too; leave it out, or set default_hooks.param_scheduler to None"
+        )
 
 
 def build_hook(cfg: Any, key: str) -> Hook:

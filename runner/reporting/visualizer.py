@@ -49,13 +49,18 @@ def build_reporters(
         given = [given]
     if not isinstance(given, (list, tuple)):
         raise ConfigError(f"{where}: {given!r} is not allowed, give a list of reporters")
-    for i, cfg in enumerate(given):
-        if isinstance(cfg, (str, Mapping)) and cfg in given[:i]:
-            raise ConfigError(f"{where}[{i}]: is given twice, every record would be written twice; leave it out")
+    if len(given) > 1:
+        _refuse_twice(given, where)
     reporters = [_build(cfg, f"{where}[{i}]", save_dir) for i, cfg in enumerate(given)]
     if reporters and json_lines and not any(isinstance(reporter, JsonLinesReporter) for reporter in reporters):
         reporters.append(JsonLinesReporter(save_dir))
     return reporters
+
+
+def _refuse_twice(given: Sequence[Any], where: str) -> None:
+    for i, cfg in enumerate(given):
+        if isinstance(cfg, (str, Mapping)) and cfg in given[:i]:
+            raise ConfigError(f"{where}[{i}]: is given twice, every record would be written twice; leave it out")
 
 
 def _build(cfg: Any, where: str, save_dir: str | Path) -> Reporter:
