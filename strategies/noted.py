@@ -289,11 +289,13 @@ class Arranged:
         thawed: a parameter that was frozen is trainable.
         frozen: a parameter that was trainable is frozen.
         hooked: a parameter has another gradient hook.
+        added: there is a new parameter, whether it is trained or not.
     """
 
     thawed: str = ""
     frozen: str = ""
     hooked: str = ""
+    added: str = ""
 
 
 class AsAtSetup:
@@ -341,12 +343,17 @@ class AsAtSetup:
         known = {id(parameter) for _, parameter in self._named}
         optimized = {id(parameter) for group in self._optim.param_groups for parameter in group["params"]}
         for name, parameter in now.items():
-            if id(parameter) in known or not parameter.requires_grad:
+            if id(parameter) in known or not (parameter.requires_grad or self._arranged.added):
                 continue
             if id(parameter) in optimized and self._arranged.thawed:
                 raise StrategyError(
                     f"model: {name} was given to the optimizer after set-up (add_param_group), {self._arranged.thawed}; make it in the model's "
                     "__init__, or end this run and begin another with load_from"
+                )
+            if self._arranged.added:
+                raise StrategyError(
+                    f"model: {name} was added when training was set up already, {self._arranged.added}; make it in the model's __init__ or in "
+                    "a transform"
                 )
             if id(parameter) not in optimized and is_main():
                 logging.getLogger("flextrain").warning(

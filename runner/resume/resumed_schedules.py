@@ -377,18 +377,28 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def _unscheduled(setting: str, value: Any) -> Any:
+    """What a schedule of the momentum, which is the first of ``betas`` too, leaves of a setting."""
+    return None if setting == "momentum" else value[1:] if setting == "betas" else value
+
+
 @contextmanager
 def telling_what_differs(runner: Run) -> Iterator[None]:
     """Warn if the optimizer's settings in the checkpoint differ from those in the configuration."""
     before = _hyper_parameters(runner)
     yield
     after = _hyper_parameters(runner)
+    own = any(sets_initial_values(settings(each)) for group in runner.schedulers.values() for each in group)
     replaced: dict[str, str] = {}
     for key, value in after.items():
         parameter, _, setting = key.rpartition(".")
-        scheduled = f"{parameter}.initial_{setting}" in before  # its initial value is compared instead
-        if not scheduled and key in before and not _same(value, before[key]):
-            replaced.setdefault(setting.removeprefix("initial_"), f"{value} instead of {before[key]}")
+        given = before.get(key, value)
+        # What a schedule sets is no setting of the optimizer's; of others the initial value is compared instead.
+        if f"{parameter}.initial_{setting}" in before or (own and setting == "initial_lr"):
+            continue
+        is_set = f"{parameter}.initial_momentum" in before or (own and f"{parameter}.base_momentum" in after)
+        if not _same(*(_unscheduled(setting, each) if is_set else each for each in (value, given))):
+            replaced.setdefault(setting.removeprefix("initial_"), f"{value} instead of {given}")
     if replaced:
         runner.logger.warning(
             f"The optimizer continues with the checkpoint's settings, not the configuration's: "

@@ -68,6 +68,7 @@ from .weights import (
     averaged_name,
     check_adapters,
     check_left_out,
+    check_not_quantised,
     extra_template,
     finish,
     keys_to_keep_finite,
@@ -551,6 +552,7 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
     check_adapters(runner, source, path, with_shapes=is_refused and bool(report.misshaped))
     if is_refused:
         raise CheckpointError(f"{path}: does not fit the model: {report}")
+    check_not_quantised(runner, source, fits)
     source.load(fits)
     opened.load(extra)
     runner.strategy.load(fits)

@@ -242,6 +242,7 @@ def read_pretrained(run: Run, part: ToRead) -> None:
         )
     if not any(gather_differing(bool(fits))):
         raise ConfigError(f"model.pretrained: no tensor of {folder} is one of {source.name}: {report}")
+    check_not_quantised(run, matched, fits)
     matched.load(fits)
     new = [name for name in (*report.missing, *report.misshaped) if name in part.parameters]
     with raising_together():
@@ -288,6 +289,32 @@ def _fill(key: str, tensor: Tensor, whole: Tensor) -> None:
         for dim, (begin, size) in enumerate(zip(offsets, held.shape, strict=True)):
             part = part.narrow(dim, begin, size)
         held.copy_(part)
+
+
+_SCALES = ("scale", "scale_inv")
+"""What names have at their ends, after the weight's, of what float8 weights are to be multiplied by."""
+
+
+def check_not_quantised(run: Run, source: Checkpoint, fits: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError if a file has numbers for a parameter that mean something else without their scale; a collective.
+
+    Args:
+        source: under the names of the model.
+        fits: what is loaded, by key.
+    """
+    with raising_together():
+        there = source.tensors
+        for key in (f"{MODEL}{name}" for name, _ in run.strategy.parameters()):
+            if key not in fits or not (fits[key].is_floating_point() or fits[key].is_complex()):
+                continue
+            dtype = there[key].dtype
+            is_scaled = dtype.itemsize == 1 and any(f"{key}_{end}" in there for end in _SCALES)
+            if is_scaled or not (dtype.is_floating_point or dtype.is_complex):
+                kinds = [str(each).removeprefix("torch.") for each in (dtype, fits[key].dtype)]
+                raise CheckpointError(
+                    f"{source.path}: {key.removeprefix(MODEL)} is {kinds[0]}{' with a scale' if is_scaled else ''}, and {kinds[1]} in the model; "
+                    "quantised weights are not read, give those from before the quantisation"
+                )
 
 
 # State of modules besides weights: extra state, and buffers that were registered during training.

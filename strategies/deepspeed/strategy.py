@@ -195,7 +195,8 @@ class DeepSpeedStrategy(Strategy):
     def _arranged(self) -> Arranged:
         why = "and the engine keeps what it arranged then"
         hooked = "and the engine has arranged gradients before; register it in the model's __init__ or in a transform"
-        return Arranged(thawed=why, frozen=why, hooked=hooked)
+        added = "and stage 3 divides all parameters at set-up" if self.config.zero_optimization.stage == 3 else ""
+        return Arranged(thawed=why, frozen=why, hooked=hooked, added=added)
 
     def check(self, model: nn.Module | type[nn.Module] | None, optim: Optim) -> None:
         """See Strategy."""

@@ -128,6 +128,41 @@ def test_what_has_changed_is_told_with_both_values(tmp_path: Path) -> None:
     ]
 
 
+CYCLE: dict[str, Any] = dict(type="CyclicLR", base_lr=0.01, max_lr=0.2, step_size_up=4, by_epoch=False)
+MOMENTA: dict[str, Any] = {
+    "cycle": CYCLE,
+    "one-cycle": dict(type=TORCH + "OneCycleLR", max_lr=0.2, total_steps=25, by_epoch=False),
+    "later-cycle": CYCLE | dict(begin=4),
+    "own": dict(type="LinearMomentum", by_epoch=False, end=30),
+}
+
+
+@pytest.mark.parametrize(
+    "optimizer", [dict(type="SGD", lr=0.1, momentum=0.9), dict(type="AdamW", lr=0.1)], ids=["sgd", "adamw"]
+)
+@pytest.mark.parametrize("case", MOMENTA)
+def test_a_momentum_that_a_schedule_sets_is_no_difference(tmp_path: Path, case: str, optimizer: dict[str, Any]) -> None:
+    def said(folder: str, given: dict[str, Any], resume: Any = False) -> list[str]:
+        runner = make_runner(
+            tmp_path / folder,
+            optim_wrapper=dict(optimizer=given),
+            param_scheduler=MOMENTA[case],
+            custom_hooks=[SaveEvery({10})],
+            resume=resume,
+            log_level="WARNING",
+        )
+        with log_lines() as lines:
+            runner.train()
+        return [line for line in lines if "continues with the checkpoint's settings" in line]
+
+    said("run", optimizer)
+    path = tmp_path / "run" / "iter_10"
+    assert said("rest", optimizer, path) == []
+    other = dict(weight_decay=0.3) if optimizer["type"] == "SGD" else dict(betas=(0.9, 0.9))
+    (line,) = said("other", optimizer | other, path)
+    assert "weight_decay 0 instead of 0.3" in line if optimizer["type"] == "SGD" else ", 0.999) instead of (" in line
+
+
 @pytest.mark.parametrize("case", ["longer", "by-epoch", "one-cycle", "function", "torch"])
 def test_an_equal_schedule_goes_on_as_it_was_left(tmp_path: Path, case: str) -> None:
     """Also where a hook has changed the learning rate: the checkpoint's value is the one to go on from."""

@@ -514,3 +514,24 @@ def test_latest_that_names_nothing(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("epoch_7")
     with pytest.raises(CheckpointError, match=r'latest: names "epoch_7", which is not a complete checkpoint'):
         make_runner(tmp_path, resume=True).train()
+
+
+@pytest.mark.parametrize("kind", ["int8", "bool", "float8"])
+def test_quantised_weights_are_refused(tmp_path: Path, kind: str) -> None:
+    """Their numbers mean something else: int8 of a file were loaded as they stand."""
+    state, name = some_weights(), "net.0.weight"
+    if kind == "float8":
+        state[name] = state[name].to(torch.float8_e4m3fn)
+        path = written(tmp_path, "pth", state)
+        assert torch.equal(loaded(tmp_path, path)[name], state[name].float())  # without a scale they mean what they are
+        state[f"{name}_scale_inv"] = torch.ones(1, 1)
+    else:
+        state[name] = (state[name] * 50).to(getattr(torch, kind))
+    path = written(tmp_path, "pth", state)
+    what = "float8_e4m3fn with a scale" if kind == "float8" else kind
+    with refuses(
+        CheckpointError,
+        exactly=f"{path}: {name} is {what}, and float32 in the model; quantised weights are not read, give those from before the "
+        "quantisation",
+    ):
+        loaded(tmp_path, path)

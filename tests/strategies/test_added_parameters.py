@@ -46,7 +46,9 @@ STRATEGIES: dict[str, tuple[type, dict[str, Any]]] = {
 ENGINES = {f"zero{stage}": (DeepSpeedStrategy, dict(zero_optimization=dict(stage=stage))) for stage in (0, 1, 3)}
 
 
-def grown(kind: str, model: type[Growing], into_model: bool) -> tuple[str, list[float]]:
+def grown(
+    kind: str, model: type[Growing], into_model: bool, into_optimizer: bool = True, frozen: bool = False
+) -> tuple[str, list[float]]:
     """In a worker: what is raised when the optimizer gets a new layer after an update, and its bias in the end."""
     make, options = {**STRATEGIES, **ENGINES}[kind]
     strategy: Any = make(device="cpu", **options)
@@ -55,13 +57,14 @@ def grown(kind: str, model: type[Growing], into_model: bool) -> tuple[str, list[
     called, optim = strategy.setup(model(), OptimWrapper(dict(type="SGD", lr=0.1)))
     assert optim is not None
     torch.manual_seed(1)
-    layer = nn.Linear(4, 4)
+    layer = nn.Linear(4, 4).requires_grad_(not frozen)
     windows = [[dict(x=torch.randn(4, 4))] for _ in range(2)]
     try:
         train(strategy, called, optim, windows[:1])  # type: ignore[arg-type]
         if into_model:
             strategy.module.later = layer
-        optim.optimizer.add_param_group(dict(params=[*layer.parameters()]))
+        if into_optimizer:
+            optim.optimizer.add_param_group(dict(params=[*layer.parameters()]))
         train(strategy, called, optim, windows)  # type: ignore[arg-type]
     except StrategyError as error:
         return str(error), []
@@ -94,3 +97,13 @@ def test_a_train_step_of_its_own_averages_it(workers2: WorkerGroup) -> None:
     (first, own), (second, other) = workers2.run(grown, "ddp", Stepping, True)
     assert (first, second) == ("", "")
     assert own == other
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_stage_3_refuses_a_layer_of_no_optimizer(workers2: WorkerGroup, frozen: bool) -> None:
+    pytest.importorskip("deepspeed", reason="needs pip install flextrain[deepspeed]")
+    found = workers2.run(grown, "zero3", Growing, True, into_optimizer=False, frozen=frozen)
+    assert [text for text, _ in found] == [
+        "model: later.weight was added when training was set up already, and stage 3 divides all parameters at set-up; make it in the "
+        "model's __init__ or in a transform"
+    ] * 2
