@@ -541,6 +541,12 @@ def _late(_: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
+def _alike(_: nn.Module, x: Tensor) -> Tensor:
+    """Numbers for samples that all processes draw alike."""
+    generator = torch.Generator(x.device).manual_seed(len(x))
+    return x * torch.rand(len(x), 1, 1, generator=generator, device=x.device)
+
+
 HIDDEN: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "layer scale": (Gate, lambda own, x: own(x), "model.own.conv (Conv1d): convolution combines positions"),
     "recurrence": (lambda: nn.GRU(32, 32, batch_first=True), lambda own, x: own(x)[0], "model.own (GRU): add combines"),
@@ -552,6 +558,8 @@ HIDDEN: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "expert choice": (nn.Identity, lambda _, x: x * x.topk(8, 1).values, "model: topk combines positions"),
     "capacity": (nn.Identity, _by_capacity, "model: cumsum combines positions"),
     "kernel": (nn.Identity, lambda _, x: Unseen.apply(x), "model: a kernel that cannot be followed may combine"),  # type: ignore[no-untyped-call]
+    "drop path": (nn.Identity, lambda _, x: x * torch.rand(len(x), 1, 1, device=x.device).round(), "model: draws random numbers of shape (4, 1, 1)"),
+    "layer drop": (nn.Identity, lambda _, x: x if torch.rand((), device=x.device) < 0.3 else -x, "model: draws random numbers of shape ()"),
     "own positions": (nn.Identity, lambda _, x: x * torch.linspace(0, 1, x.shape[1], device=x.device)[:, None], "model: mul takes numbers by position"),
 }  # fmt: skip
 LOSSES: dict[str, tuple[Any, str]] = {
@@ -569,6 +577,8 @@ RIGHT: dict[str, Callable[[], nn.Module]] = {
         nn.Identity, None, lambda logits, y: (logits.square().mean(-1) * (y != -100) / (y != -100).float().sum()).sum()
     ),
     "dropout": lambda: Plain(dropout=0.5, layers=1),
+    "noise by position": lambda: Added(nn.Identity, lambda _, x: x * torch.rand_like(x)),
+    "numbers of its own generator": lambda: Added(nn.Identity, _alike),
     "mixtral": lambda: of_transformers("mixtral", layers=1),
     "qwen3_moe": lambda: of_transformers("qwen3_moe", layers=1),
 }

@@ -22,7 +22,7 @@ from ....core.torch_compat.dtensor_private import finish, local_tensor, waited
 from ....core.torch_compat.torch_private import TorchDispatchMode, arguments_of, is_mutable, storage_key, tree_flatten
 from ...base import EvalStep, TrainStep
 from ..experts import Dispatch
-from ..first_batch import differentiated, differing, trying
+from ..first_batch import differentiated, differing, drawn_once, trying
 from .attention import SequenceAttention
 from .batches import IGNORED, CutBatch, SequenceBatches, gather_outputs
 from .transformers import Interception, TransformersModel
@@ -540,13 +540,14 @@ class OneProcessComparison:
             weights = torch.tensor([cut.weight], dtype=torch.float64)
             torch.distributed.all_reduce(weights, group=self._mesh.get_group())
             factor = cut.weight * self._mesh.size() / float(weights) if float(weights) else 1.0
-        with self._uncut(), trying(self._model):
+        with self._uncut(), trying(self._model) as drawn_of_all:
             expected = step.forward(whole)[0]
             wanted = differentiated(self._model, expected, self._mesh.get_group())
-        with self._together(cut), trying(self._model):
+        with self._together(cut), trying(self._model) as drawn:
             loss = step.forward(cut)[0]
             loss = loss * factor if factor else loss.nan_to_num() * 0.0
             gradients = differentiated(self._model, loss, self._mesh.get_group())
+        self._check_drawn(drawn_of_all, drawn, cut.size or 1)
         self._note_documents(cut)
         both = torch.stack([loss.detach(), expected.detach()]).double()
         torch.distributed.all_reduce(both, group=self._mesh.get_group())
@@ -560,6 +561,17 @@ class OneProcessComparison:
             f"model.{found[0]}: over strategy.cp={self._mesh.size()} processes its gradient differs by {found[1]:.1e} of its size "
             f"from that of one process; {self._cause}"
         )
+
+    def _check_drawn(self, of_all: list[torch.Size], own: list[torch.Size], samples: int) -> None:
+        """Raise on all processes, whichever draws a number that several positions have."""
+        shape = drawn_once(of_all, dist.all_gather_object(own, self._mesh.get_group()), samples)
+        found = next((each for each in dist.all_gather_object(shape) if each is not None), None)
+        if found is not None:
+            raise StrategyError(
+                f"model: draws random numbers of shape {tuple(found)} in forward, not one for each position, as to leave out a layer for a "
+                f"sample; each of strategy.cp={self._mesh.size()} processes would draw others: draw them in the data, and give them "
+                "with the batch, or use dp_shard instead"
+            )
 
     def of_evaluation(self, batch: CutBatch, step: EvalStep) -> None:
         """Compare outputs, see ``of_training``."""
