@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,11 +23,14 @@ _EXACT, _COARSE, _HALF = (1e-3, 1e-6), (2e-2, 1e-3), (0.1, 1e-2)
 
 
 @contextmanager
-def trying(model: nn.Module) -> Iterator[list[torch.Size]]:
+def trying(model: nn.Module, changed: Collection[torch.Size] = ()) -> Iterator[list[torch.Size]]:
     """Context of a forward, and backward, of which nothing remains: no gradient, no state of a module, no random number.
 
     In it, small parameters are not: what they multiply would show in no result. Random numbers are constants, so that two
     runs have the same whatever the shapes in which they draw; the context gives the list of these shapes, see ``drawn_once``.
+
+    Args:
+        changed: shapes of which what is drawn is another constant.
     """
     device = next(model.parameters()).device
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -35,7 +38,7 @@ def trying(model: nn.Module) -> Iterator[list[torch.Size]]:
         parameter.grad = None
     kept = [_Kept(module) for module in model.modules()]
     try:
-        with kept_random_state(device), without_compiling(), _lifted(model), _Constants(device) as constants:
+        with kept_random_state(device), without_compiling(), _lifted(model), _Constants(device, changed) as constants:
             yield constants.shapes
     finally:
         for module in model.modules():
@@ -116,8 +119,8 @@ def differing(
     return [*expected][worst], float(difference[worst] / size[worst])
 
 
-def drawn_once(whole: Sequence[torch.Size], cut: Sequence[Sequence[torch.Size]], samples: int) -> torch.Size | None:
-    """Return the shape of a draw that is no smaller where every process has some positions: it is for a sample, not for each position.
+def drawn_once(whole: Sequence[torch.Size], cut: Sequence[Sequence[torch.Size]], samples: int) -> list[torch.Size]:
+    """Return the shapes of draws that are no smaller where every process has some positions: for a sample, not for each position.
 
     Args:
         whole: what a forward draws for all positions.
@@ -125,9 +128,9 @@ def drawn_once(whole: Sequence[torch.Size], cut: Sequence[Sequence[torch.Size]],
         samples: of the batch; if not all draw equally often, draws with more numbers are not compared.
     """
     if all(len(own) == len(whole) for own in cut):
-        return next((shape for shape, *others in zip(whole, *cut, strict=True) if {shape} == {*others}), None)
+        return [shape for shape, *others in zip(whole, *cut, strict=True) if {shape} == {*others}]
     shared = {*whole}.intersection(*cut)
-    return next((shape for shape in whole if shape in shared and shape.numel() <= samples), None)
+    return [shape for shape in whole if shape in shared and shape.numel() <= samples]
 
 
 class _Kept:
@@ -186,9 +189,9 @@ class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         shapes: of what was drawn on the device from its own generator, which differs between processes of one sequence.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, changed: Collection[torch.Size] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device = device
+        self._device, self._changed = device, changed
         self.shapes: list[torch.Size] = []
 
     def __torch_dispatch__(
@@ -206,6 +209,8 @@ class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         drawn = found[0] if isinstance(found, tuple) else found
         if drawn.numel() and drawn.device.type == self._device.type and values.get("generator") is None:
             self.shapes.append(drawn.shape)
+            if drawn.shape in self._changed:
+                drawn.copy_(drawn == 0)
         return found
 
 

@@ -547,7 +547,8 @@ class OneProcessComparison:
             loss = step.forward(cut)[0]
             loss = loss * factor if factor else loss.nan_to_num() * 0.0
             gradients = differentiated(self._model, loss, self._mesh.get_group())
-        self._check_drawn(drawn_of_all, drawn, cut.size or 1)
+        everyones = dist.all_gather_object(drawn, self._mesh.get_group())
+        self._check_drawn(whole, step, expected.detach(), drawn_once(drawn_of_all, everyones, cut.size or 1))
         self._note_documents(cut)
         both = torch.stack([loss.detach(), expected.detach()]).double()
         torch.distributed.all_reduce(both, group=self._mesh.get_group())
@@ -562,13 +563,18 @@ class OneProcessComparison:
             f"from that of one process; {self._cause}"
         )
 
-    def _check_drawn(self, of_all: list[torch.Size], own: list[torch.Size], samples: int) -> None:
-        """Raise on all processes, whichever draws a number that several positions have."""
-        shape = drawn_once(of_all, dist.all_gather_object(own, self._mesh.get_group()), samples)
-        found = next((each for each in dist.all_gather_object(shape) if each is not None), None)
-        if found is not None:
+    def _check_drawn(self, whole: dict[str, Any], step: TrainStep, expected: Tensor, shapes: list[torch.Size]) -> None:
+        """Raise on all processes, if one draws numbers that several positions have, and the loss depends on them."""
+        found = next(filter(None, dist.all_gather_object(shapes)), None)
+        if found is None:
+            return
+        with self._uncut(), trying(self._model, found):
+            other = step.forward(whole)[0]
+            differentiated(self._model, other * 0.0)
+        matters = not bool((other - expected).abs() <= 1e-6 * expected.abs())
+        if any(dist.all_gather_object(matters)):
             raise StrategyError(
-                f"model: draws random numbers of shape {tuple(found)} in forward, not one for each position, as to leave out a layer for a "
+                f"model: draws random numbers of shape {tuple(found[0])} in forward, not one for each position, as to leave out a layer for a "
                 f"sample; each of strategy.cp={self._mesh.size()} processes would draw others: draw them in the data, and give them "
                 "with the batch, or use dp_shard instead"
             )
