@@ -31,7 +31,7 @@ import argparse, os
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from flextrain import STRATEGIES, BaseModel, DDPStrategy, FlexibleRunner
+from flextrain import STRATEGIES, BaseMetric, BaseModel, DDPStrategy, FlexibleRunner
 
 class Model(BaseModel):
     def __init__(self, part):
@@ -39,6 +39,8 @@ class Model(BaseModel):
         self.net = nn.Sequential(nn.Linear(6, 8), part, nn.Tanh(), nn.Linear(8, 1))
     def forward(self, x, y, mode="tensor"):
         error = self.net(x) - y
+        if mode == "predict":
+            return error, error.argmax(0)
         return {"loss": (error ** 2).sum() if arguments.sum else (error ** 2).mean()}
 
 class WithHook(DDPStrategy):
@@ -70,6 +72,17 @@ class OneStrays(WithHook):
             self.module.net[0].bias.data += 0.01
 
 @STRATEGIES.register_module()
+class EvaluatesItsOwn(DDPStrategy):
+    def evaluate(self, batch, step):
+        return super().evaluate(batch, step)[0] + 0.01 * self.topology.rank
+
+class Count(BaseMetric):
+    def process(self, data_batch, data_samples):
+        self.results.append(1)
+    def compute_metrics(self, results):
+        return {"count": len(results)}
+
+@STRATEGIES.register_module()
 class Fails(DDPStrategy):
     def setup(self, model, optim=None):
         raise OSError("its library is missing")
@@ -81,11 +94,17 @@ parser.add_argument("--wrapper", default="OptimWrapper")
 parser.add_argument("--sum", action="store_true")
 parser.add_argument("--share", action="store_true")
 parser.add_argument("--broken", action="store_true")
+parser.add_argument("--validates", type=int, default=0)
 if __name__ == "__main__":
     arguments = parser.parse_args()
     data = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
     parts = {"Identity": nn.Identity, "Dropout": nn.Dropout, "BatchNorm": lambda: nn.BatchNorm1d(8)}
+    validated = TensorDataset(data[: arguments.validates], data[: arguments.validates, :1])
+    validation = dict(
+        val_dataloader=dict(dataset=validated, batch_size=4, collate_fn=dict(type="default_collate")), val_cfg=dict(), val_evaluator=Count(),
+    )
     FlexibleRunner(
+        **(validation if arguments.validates else {}),
         model=lambda: Model(parts[arguments.part]()),
         strategy=dict(type="ddp", bucket_cap_mb=1, oops=1) if arguments.broken else None,
         train_dataloader=dict(
@@ -251,6 +270,19 @@ def test_a_strategy_that_averages_twice(script: str, group: WorkerGroup) -> None
     assert bad.first is not None
     assert (bad.first.step, bad.first.parameter) == (1, "net.0.weight")
     assert "the gradient norm is 0.5 times what it should be" in str(bad.first)
+
+
+@pytest.mark.distributed
+def test_a_strategy_whose_evaluation_differs(script: str, group: WorkerGroup) -> None:
+    report = verify(script, ["fsdp", "EvaluatesItsOwn"], arguments=["--validates", "20"], steps=2, workers=group)
+    good, bad = report.rows
+    assert (good.status, bad.status, report.notes) == ("same", "differs", [])
+    assert good.differences["evaluation"] is not None
+    assert good.differences["evaluation"] < 1e-5
+    assert str(bad.first).startswith("after step 1: evaluation.0 differs by ")
+    report = verify(script, ["EvaluatesItsOwn"], arguments=["--validates", "7"], steps=2, workers=group)
+    assert report.rows[0].status == "same"
+    assert report.notes == ["Evaluation is not compared: val_dataloader has no 2 batches of one size"]
 
 
 @pytest.mark.distributed

@@ -17,13 +17,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ..core.base.errors import ConfigError, StrategyError
 from ..core.base.registry import OPTIM_WRAPPERS
-from ..core.comm.collectives import destroy_process_group
+from ..core.comm.collectives import all_gather_object, destroy_process_group
 from ..core.device.precision import BATCH_NORM, cast_tensors
+from ..core.model.module_state import modes_of
 from ..core.random.generators import RandomStream, kept_random_state, torch_states
+from ..core.torch_compat.torch_private import tree_flatten
 from ..runner.data.dataloaders import build_dataloader
 from ..runner.data.samplers import tell_epoch
 from ..runner.data.user_loaders import goes_its_own_way, name_of
 from ..runner.hooks import DEFAULT_HOOKS, Hook
+from ..runner.loops.evaluate import calls_generate
 from ..runner.runner import FlexibleRunner
 from ..strategies.base import Strategy
 from ..strategies.build import build_strategy
@@ -49,6 +52,7 @@ def shared_loader(
     exact: bool = False,
     seed: int,
     logger: logging.Logger,
+    where: str = WHERE,
 ) -> DataLoader[Any]:
     """A loader of global batches, each of ``processes`` configured batches; this process collates its part of each.
 
@@ -56,7 +60,7 @@ def shared_loader(
     on the process that trains on a sample.
 
     Args:
-        cfg: the runner's ``train_dataloader``.
+        cfg: the runner's ``train_dataloader``, or the one named ``where``.
         shard: (index, count) of the part; (0, 1) is the whole.
         one_by_one: give the configured batches one by one instead, in the order of the processes that would get them.
         exact: give floating-point numbers in float64.
@@ -64,15 +68,15 @@ def shared_loader(
     Raises:
         ConfigError: the data cannot be divided.
     """
-    single = build_dataloader(cfg, training=True, seed=seed, shard=(0, 1), where=WHERE, logger=logger)
+    single = build_dataloader(cfg, training=where == WHERE, seed=seed, shard=(0, 1), where=where, logger=logger)
     if goes_its_own_way(single):
         raise ConfigError(
-            f"{WHERE}: verify divides the batches of a sampler, and {name_of(single)} makes its own batches"
+            f"{where}: verify divides the batches of a sampler, and {name_of(single)} makes its own batches"
         )
     if isinstance(single.dataset, IterableDataset):
-        raise ConfigError(f"{WHERE}.dataset: verify cannot divide an IterableDataset, give a dataset with a length")
+        raise ConfigError(f"{where}.dataset: verify cannot divide an IterableDataset, give a dataset with a length")
     if single.batch_sampler is None:
-        raise ConfigError(f"{WHERE}.batch_size: None makes no batches to divide, give a number")
+        raise ConfigError(f"{where}.batch_size: None makes no batches to divide, give a number")
     size = single.batch_size or getattr(single.batch_sampler, "batch_size", None)
     whole = shard[1] == 1 and not one_by_one
     return DataLoader(
@@ -276,6 +280,7 @@ def _train(
     observer = _Observer(job.steps, trace, reference, Path(job.folder), is_exact=way == "exact")
     try:
         strategy.join()
+        observer.evaluated = _evaluated_batch(job, given, strategy, trace, way)
         runner = FlexibleRunner(**_arguments(job, given, strategy, observer, way))
         with contextlib.suppress(_EnoughError):
             runner.train()
@@ -287,6 +292,31 @@ def _train(
         strategy.leave()
         destroy_process_group()
     return trace
+
+
+def _evaluated_batch(job: Job, given: Mapping[str, Any], strategy: Strategy, trace: ProcessTrace, way: Way) -> Any:
+    """This process's part of the first global batch of the script's validation data; None if there is none to compare."""
+    if given["val_dataloader"] is None:
+        return None
+    try:
+        loader = shared_loader(
+            without_workers(given["val_dataloader"]),
+            processes=job.processes,
+            shard=strategy.topology.shard,
+            exact=way == "exact",
+            seed=0,
+            logger=logging.getLogger("flextrain"),
+            where="val_dataloader",
+        )
+    except ConfigError as error:
+        trace.notes.append(f"Evaluation is not compared: {error}")
+        return None
+    with kept_random_state(torch.device("cpu")):
+        torch.manual_seed(0)  # of a sampler that shuffles
+        found = next(iter(loader), None)
+    if found is None:
+        trace.notes.append(f"Evaluation is not compared: val_dataloader has no {job.processes} batches of one size")
+    return found
 
 
 def _arguments(job: Job, given: dict[str, Any], strategy: Strategy, observer: Hook, way: Way) -> dict[str, Any]:
@@ -393,6 +423,7 @@ class _Observer(Hook):
     ) -> None:
         self.is_exact = is_exact
         self.steps, self.trace, self.reference, self.folder = steps, trace, reference, folder
+        self.evaluated: Any = None
         self._batch_norms: list[nn.Module] = []
         self._mean_of_parts: Callable[[Sequence[dict[str, Tensor]]], dict[str, Tensor]]
         self._random_states: dict[str, Tensor] = {}
@@ -450,12 +481,50 @@ class _Observer(Hook):
 
     def _look(self, runner: FlexibleRunner) -> None:
         step, state = len(self.trace.losses), whole_state(runner.strategy)
+        if self.evaluated is not None and step in (1, self.steps):
+            state |= self._evaluation(runner)
         if self.reference is None:
             torch.save(state, _file(self.folder, step))
             return
         differences, hints = self.reference.compare(step, state)
         self.trace.differences.append(differences)
         self.trace.hints |= {(step, key): hint for key, hint in hints.items() if hint}
+
+    @torch.no_grad()
+    def _evaluation(self, runner: FlexibleRunner) -> dict[str, Tensor]:
+        """What the model predicts for the whole of a batch, on every process: floating-point tensors with a row for each sample."""
+        topology, count = runner.strategy.topology, _rows(self.evaluated)
+        if any(
+            all_gather_object(calls_generate(runner.strategy.module, "val"))
+        ):  # not every process has all of a model
+            self.trace.notes.append(
+                "Evaluation is not compared: the model generates, with whole weights on each process"
+            )
+            self.evaluated = None
+            return {}
+        back_to_training = modes_of(runner.model)
+        runner.model.eval()
+        outputs = tree_flatten(runner.stepper.evaluate(self.evaluated, "val"))[0] if count else []
+        back_to_training()
+        own = [
+            each.cpu()
+            for each in outputs
+            if isinstance(each, Tensor) and each.is_floating_point() and each.shape[:1] == (count,)
+        ]
+        everyones = all_gather_object((topology.reports, topology.data.index, own))
+        parts = [own for _, _, own in sorted((each for each in everyones if each[0]), key=lambda each: each[1])]
+        if not parts[0] and self.reference is None:
+            self.trace.notes.append(
+                "Evaluation is not compared: it gives no floating-point tensor with a row for each sample"
+            )
+        # Logits may be masked by infinities, whose difference is no number.
+        wholes = [torch.cat(same).nan_to_num(0.0, 0.0, 0.0) for same in zip(*parts, strict=True)]
+        return {f"evaluation.{i}": whole for i, whole in enumerate(wholes)}
+
+
+def _rows(batch: Any) -> int:
+    """The number of samples of a batch: of rows of its first tensor; 0 if it has none."""
+    return next((len(each) for each in tree_flatten(batch)[0] if isinstance(each, Tensor) and each.ndim), 0)
 
 
 def _mean(strategy: Strategy, loss: Tensor) -> float:

@@ -23,7 +23,7 @@ from .parity import Job, ProcessTrace, Way, train_alone, train_simulated, train_
 
 Status = Literal["same", "differs", "not run"]
 _STYLES = {"same": "green", "differs": "bold red", "not run": "yellow"}
-QUANTITIES = ("loss", "grad_norm", "weights", "optimizer")
+QUANTITIES = ("loss", "grad_norm", "weights", "optimizer", "evaluation")
 
 # The relative rounding error of float32 is 6e-8. Tens of steps of a real model, summed in another order, stay below this.
 FLOAT32_TOLERANCE = 1e-5
@@ -116,7 +116,7 @@ class VerifyReport:
         caption = "the largest relative difference over all steps"
         table.add_column("strategy", overflow="fold")
         table.add_column("verdict", no_wrap=True)
-        for heading in ("loss", "grad norm", "weights", "optimizer"):
+        for heading in ("loss", "grad norm", "weights", "optimizer", "evaluation"):
             table.add_column(heading, justify="right")
         if self.rounding:
             cells = [_number(self.rounding.get(quantity)) for quantity in QUANTITIES]
@@ -157,7 +157,8 @@ def verify(
     """Train a script's model on one device and under each strategy with the same global batches, and compare every step.
 
     A global batch is ``processes`` of the script's batches. Accumulation, clipping, precision and schedules are those of
-    the script; its hooks, validation, checkpoints and torch.compile are left out. Dropout is turned off and batch
+    the script; its hooks, metrics, checkpoints and torch.compile are left out. If it validates, predictions for a batch of that
+    data are compared after the first step and the last. Dropout is turned off and batch
     normalisation uses its running statistics, and the report says so. Weights and optimizer state of each step are stored
     in a temporary folder, which needs space for ``steps`` of them.
 
@@ -349,14 +350,17 @@ def _relative(ours: float | None, theirs: float, scale: float) -> float:
 
 
 def _quantity(entry: str) -> str:
-    return entry if entry in ("loss", "grad_norm") else "weights" if entry.startswith("model.") else "optimizer"
+    if entry in ("loss", "grad_norm"):
+        return entry
+    kind = entry.partition(".")[0]
+    return {"model": "weights", "evaluation": kind}.get(kind, "optimizer")
 
 
 def _largest(measured: Iterable[dict[str, float]]) -> dict[str, float | None]:
-    largest: dict[str, float | None] = dict.fromkeys(QUANTITIES)
+    largest: dict[str, float | None] = dict.fromkeys(QUANTITIES[:-1])  # many scripts evaluate nothing
     for step in measured:
         for entry, difference in step.items():
-            largest[_quantity(entry)] = max(largest[_quantity(entry)] or 0.0, difference)
+            largest[_quantity(entry)] = max(largest.get(_quantity(entry)) or 0.0, difference)
     return largest
 
 

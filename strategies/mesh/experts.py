@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ...core.base.errors import ConfigError, StrategyError, suggest
 from ...core.hugging_face.transformers_private import expert_rules
-from ...core.model.module_state import modes_of
 from ...core.torch_compat.dtensor_private import using_in_place
 from ...core.torch_compat.torch_private import apart, has_values, repeating_in, with_values
 from ...optim.wrapper import OptimWrapper
 from ..base import EvalStep, Optim, TrainStep
 from ..sharding import check_divided
 from .axis import Axis, Evaluate, RunWindow, check_torch, replace_forward
+from .first_batch import computing_only
 
 # The auxiliary loss with which transformers' models keep their experts equally busy, over the tokens of all
 # processes.
@@ -361,7 +361,8 @@ class Dispatch:
         self._mesh, self._sharing, self._scale = mesh, sharing, scale
         self._everyones = int(module.num_experts)  # type: ignore[arg-type]
         self._own = self._everyones // mesh.size()
-        self._is_tried = self.is_running = False
+        self._tried: set[bool] = set()  # in training, in evaluation
+        self.is_running = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the output of the whole stack for the tokens of this process, as ``forward`` would."""
@@ -375,7 +376,7 @@ class Dispatch:
 
     def _called(self, *given: Tensor) -> Tensor:
         tokens, ids, weights = (self._rows_to_send(tensor) for tensor in given)
-        if not self._is_tried and len(tokens) and has_values(tokens):
+        if self._module.training not in self._tried and len(tokens) and has_values(tokens):
             with apart():  # backward, which repeats forward, does not check again
                 self._check_sum(tokens, weights)
         output = self._send_and_compute(tokens, ids, weights)
@@ -463,15 +464,10 @@ class Dispatch:
         token = tokens[:1]
         ids = torch.tensor([[0, self._own - 1]], device=tokens.device)
         factors = torch.tensor([[0.75, 0.5]], device=tokens.device, dtype=weights.dtype)
-        restore = modes_of(self._module)
-        self._module.eval()  # dropout would differ
-        try:
-            with self._own_experts():
-                both = self._forward(token, ids, factors)
-                one, other = (self._forward(token, ids[:, i : i + 1], factors[:, i : i + 1]) for i in range(2))
-                many = self._forward(*(each.repeat(_MANY, 1) for each in (token, ids[:, :1], factors[:, :1])))
-        finally:
-            restore()
+        with self._own_experts(), computing_only(self._module, token.device):
+            both = self._forward(token, ids, factors)
+            one, other = (self._forward(token, ids[:, i : i + 1], factors[:, i : i + 1]) for i in range(2))
+            many = self._forward(*(each.repeat(_MANY, 1) for each in (token, ids[:, :1], factors[:, :1])))
         difference, size = (both - one - other).abs().max().item(), (one + other).abs().max().item()
         if not 0.0 < size < float("inf"):
             return  # it shows nothing
@@ -485,7 +481,7 @@ class Dispatch:
                 f"model.{self._name}: its output for a token depends on the tokens beside it, as by a capacity of each expert, and strategy.ep "
                 "gives each process other ones; drop tokens before it is called, by a weight of 0"
             )
-        self._is_tried = True
+        self._tried.add(self._module.training)
 
 
 def _reordered(rows: Tensor, order: Tensor, back: Tensor, copies: int = 1) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,11 +23,14 @@ _EXACT, _COARSE, _HALF = (1e-3, 1e-6), (2e-2, 1e-3), (0.1, 1e-2)
 
 
 @contextmanager
-def trying(model: nn.Module) -> Iterator[None]:
+def trying(model: nn.Module, changed: Collection[torch.Size] = ()) -> Iterator[list[torch.Size]]:
     """Context of a forward, and backward, of which nothing remains: no gradient, no state of a module, no random number.
 
     In it, small parameters are not: what they multiply would show in no result. Random numbers are constants, so that two
-    runs have the same whatever the shapes in which they draw.
+    runs have the same whatever the shapes in which they draw; the context gives the list of these shapes, see ``drawn_once``.
+
+    Args:
+        changed: shapes of which what is drawn is another constant.
     """
     device = next(model.parameters()).device
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -35,8 +38,8 @@ def trying(model: nn.Module) -> Iterator[None]:
         parameter.grad = None
     kept = [_Kept(module) for module in model.modules()]
     try:
-        with kept_random_state(device), without_compiling(), _lifted(model), _Constants():  # type: ignore[no-untyped-call]
-            yield
+        with kept_random_state(device), without_compiling(), _lifted(model), _Constants(device, changed) as constants:
+            yield constants.shapes
     finally:
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -45,6 +48,18 @@ def trying(model: nn.Module) -> Iterator[None]:
             each.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+@contextmanager
+def computing_only(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Context of forwards of a module, within one of its model, of which nothing remains; nothing is dropped in them."""
+    kept = [_Kept(each) for each in module.modules()]
+    try:
+        with kept_random_state(device), _Constants(device):
+            yield
+    finally:
+        for each in kept:
+            each.restore()
 
 
 def differentiated(model: nn.Module, loss: Tensor, group: Any = None) -> dict[str, Tensor]:
@@ -104,6 +119,20 @@ def differing(
     return [*expected][worst], float(difference[worst] / size[worst])
 
 
+def drawn_once(whole: Sequence[torch.Size], cut: Sequence[Sequence[torch.Size]], samples: int) -> list[torch.Size]:
+    """Return the shapes of draws that are no smaller where every process has some positions: for a sample, not for each position.
+
+    Args:
+        whole: what a forward draws for all positions.
+        cut: by process, what one draws for those of the process.
+        samples: of the batch; if not all draw equally often, draws with more numbers are not compared.
+    """
+    if all(len(own) == len(whole) for own in cut):
+        return [shape for shape, *others in zip(whole, *cut, strict=True) if {shape} == {*others}]
+    shared = {*whole}.intersection(*cut)
+    return [shape for shape in whole if shape in shared and shape.numel() <= samples]
+
+
 class _Kept:
     """The attributes of a module and the contents of its buffers and containers, which a forward in training may change."""
 
@@ -154,7 +183,16 @@ def _lifted(model: nn.Module) -> Iterator[None]:
 
 
 class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context in which whatever is drawn is the same number: nothing is dropped, and noise is a constant."""
+    """Context in which whatever is drawn is the same number: nothing is dropped, and noise is a constant.
+
+    Attributes:
+        shapes: of what was drawn on the device from its own generator, which differs between processes of one sequence.
+    """
+
+    def __init__(self, device: torch.device, changed: Collection[torch.Size] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device, self._changed = device, changed
+        self.shapes: list[torch.Size] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -167,7 +205,13 @@ class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (draw := _DRAWN.get(name)) is None:
             return func(*args, **given)
         out = draw(values)
-        return tree_map_only(Tensor, _half, func(*args, **given)) if out is None else out
+        found = tree_map_only(Tensor, _half, func(*args, **given)) if out is None else out
+        drawn = found[0] if isinstance(found, tuple) else found
+        if drawn.numel() and drawn.device.type == self._device.type and values.get("generator") is None:
+            self.shapes.append(drawn.shape)
+            if drawn.shape in self._changed:
+                drawn.copy_(drawn == 0)
+        return found
 
 
 def _half(drawn: Tensor) -> Tensor:

@@ -418,6 +418,29 @@ class Turning(PlainBlock):
         return x + self.out(mixed.transpose(1, 2).flatten(2))
 
 
+class PathDrop(PlainBlock):
+    """A block that is left out for some samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.empty(len(x), 1, 1, device=x.device).bernoulli_(0.9)
+        return x + (super().forward(x) - x) * kept / 0.9
+
+
+class LayerDrop(PlainBlock):
+    """A block that is left out at some times, as layers of BART are."""
+
+    rate = 0.3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand((), device=x.device) < self.rate else super().forward(x)
+
+
+class LayerDrop0(LayerDrop):
+    """It draws, and is never left out, as by default."""
+
+    rate = 0.0
+
+
 class Repeating(PlainBlock):
     """A block that is repeated in backward by torch's older way."""
 
@@ -541,6 +564,12 @@ def _late(_: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
+def _alike(_: nn.Module, x: Tensor) -> Tensor:
+    """Numbers for samples that all processes draw alike."""
+    generator = torch.Generator(x.device).manual_seed(len(x))
+    return x * torch.rand(len(x), 1, 1, generator=generator, device=x.device)
+
+
 HIDDEN: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "layer scale": (Gate, lambda own, x: own(x), "model.own.conv (Conv1d): convolution combines positions"),
     "recurrence": (lambda: nn.GRU(32, 32, batch_first=True), lambda own, x: own(x)[0], "model.own (GRU): add combines"),
@@ -569,6 +598,9 @@ RIGHT: dict[str, Callable[[], nn.Module]] = {
         nn.Identity, None, lambda logits, y: (logits.square().mean(-1) * (y != -100) / (y != -100).float().sum()).sum()
     ),
     "dropout": lambda: Plain(dropout=0.5, layers=1),
+    "noise by position": lambda: Added(nn.Identity, lambda _, x: x * torch.rand_like(x)),
+    "no layer drop": lambda: Plain(LayerDrop0),
+    "numbers of its own generator": lambda: Added(nn.Identity, _alike),
     "mixtral": lambda: of_transformers("mixtral", layers=1),
     "qwen3_moe": lambda: of_transformers("qwen3_moe", layers=1),
 }
@@ -593,6 +625,8 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Local("counting"),
         "model.model (Plain): add takes numbers by position that are not the batch's",
     ),
+    "drop path": (lambda: Plain(PathDrop), "model: draws random numbers of shape (4, 1, 1) in forward"),
+    "layer drop": (lambda: Plain(LayerDrop), "model: draws random numbers of shape () in forward"),
     "turning": (
         lambda: Plain(Turning),
         "model.layers.0 (Turning): mul takes numbers by position that are not the batch's",

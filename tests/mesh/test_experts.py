@@ -236,6 +236,22 @@ def test_experts_with_a_capacity() -> None:
         _tried(module, partial(module.forward, capacity=8))
 
 
+class LimitedInTraining(Limited):
+    """Its capacity counts in training only; what it counts of tokens is not to change by a trial."""
+
+    def forward(self, tokens: Tensor, ids: Tensor, weights: Tensor, capacity: int = 8) -> Tensor:
+        self.seen = getattr(self, "seen", 0) + len(tokens)
+        return super().forward(tokens, ids, weights, capacity if self.training else 1000)
+
+
+def test_experts_with_a_capacity_in_training_only() -> None:
+    module = LimitedInTraining()
+    with pytest.raises(FlexTrainError, match=r"depends on the tokens beside it, as by a capacity"):
+        _tried(module, module.forward)
+    assert not hasattr(module, "seen")
+    _tried(module.eval(), module.forward)
+
+
 class Normalising(Experts):
     """Its output for two experts is no sum of outputs for one."""
 

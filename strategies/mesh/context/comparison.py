@@ -22,7 +22,7 @@ from ....core.torch_compat.dtensor_private import finish, local_tensor, waited
 from ....core.torch_compat.torch_private import TorchDispatchMode, arguments_of, is_mutable, storage_key, tree_flatten
 from ...base import EvalStep, TrainStep
 from ..experts import Dispatch
-from ..first_batch import differentiated, differing, trying
+from ..first_batch import differentiated, differing, drawn_once, trying
 from .attention import SequenceAttention
 from .batches import IGNORED, CutBatch, SequenceBatches, gather_outputs
 from .transformers import Interception, TransformersModel
@@ -540,13 +540,15 @@ class OneProcessComparison:
             weights = torch.tensor([cut.weight], dtype=torch.float64)
             torch.distributed.all_reduce(weights, group=self._mesh.get_group())
             factor = cut.weight * self._mesh.size() / float(weights) if float(weights) else 1.0
-        with self._uncut(), trying(self._model):
+        with self._uncut(), trying(self._model) as drawn_of_all:
             expected = step.forward(whole)[0]
             wanted = differentiated(self._model, expected, self._mesh.get_group())
-        with self._together(cut), trying(self._model):
+        with self._together(cut), trying(self._model) as drawn:
             loss = step.forward(cut)[0]
             loss = loss * factor if factor else loss.nan_to_num() * 0.0
             gradients = differentiated(self._model, loss, self._mesh.get_group())
+        everyones = dist.all_gather_object(drawn, self._mesh.get_group())
+        self._check_drawn(whole, step, expected.detach(), drawn_once(drawn_of_all, everyones, cut.size or 1))
         self._note_documents(cut)
         both = torch.stack([loss.detach(), expected.detach()]).double()
         torch.distributed.all_reduce(both, group=self._mesh.get_group())
@@ -560,6 +562,22 @@ class OneProcessComparison:
             f"model.{found[0]}: over strategy.cp={self._mesh.size()} processes its gradient differs by {found[1]:.1e} of its size "
             f"from that of one process; {self._cause}"
         )
+
+    def _check_drawn(self, whole: dict[str, Any], step: TrainStep, expected: Tensor, shapes: list[torch.Size]) -> None:
+        """Raise on all processes, if one draws numbers that several positions have, and the loss depends on them."""
+        found = next(filter(None, dist.all_gather_object(shapes)), None)
+        if found is None:
+            return
+        with self._uncut(), trying(self._model, found):
+            other = step.forward(whole)[0]
+            differentiated(self._model, other * 0.0)
+        matters = not bool((other - expected).abs() <= 1e-6 * expected.abs())
+        if any(dist.all_gather_object(matters)):
+            raise StrategyError(
+                f"model: draws random numbers of shape {tuple(found[0])} in forward, not one for each position, as to leave out a layer for a "
+                f"sample; each of strategy.cp={self._mesh.size()} processes would draw others: draw them in the data, and give them "
+                "with the batch, or use dp_shard instead"
+            )
 
     def of_evaluation(self, batch: CutBatch, step: EvalStep) -> None:
         """Compare outputs, see ``of_training``."""
