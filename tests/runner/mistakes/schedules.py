@@ -44,7 +44,7 @@ ROWS = [
     warns("cosine up to a ratio", schedule(type="CosineAnnealingLR", eta_min_ratio=2.0), "param_scheduler.eta_min_ratio: 2 is not below 1, lr rises to 2 times its value"),
     warns("momentum of an optimizer that has 0", schedule(type="LinearMomentum", end=2), "param_scheduler.type: changes nothing, because the optimizer's momentum is 0"),
     warns("schedule without its hook", {**schedule(type="LinearLR", end=2), "default_hooks": dict(param_scheduler=None)}, "param_scheduler: has no effect unless a hook of yours steps it, default_hooks.param_scheduler is None"),
-    Row("schedule with its hook twice", {**schedule(type="LinearLR", end=2), "custom_hooks": [dict(type="ParamSchedulerHook")]}, "custom_hooks[0]: steps the schedules, and so does default_hooks.param_scheduler"),
+    Row("schedule with its hook twice", {**schedule(type="LinearLR", end=2), "custom_hooks": [dict(type="ParamSchedulerHook")]}, "custom_hooks[0]: another ParamSchedulerHook steps the schedules too"),
     Row("schedule after the end", schedule(type="ExponentialLR", gamma=0.9, begin=30), "param_scheduler.begin: 30 is not allowed, training ends at 2"),
     warns("window after the end", schedule(type="ExponentialLR", gamma=0.9, begin=30, end=40), "param_scheduler.begin: 30 is not within the 2 epochs of training, the schedule never acts"),
     Row("float epochs", schedule(type="CosineAnnealingLR", T_max=2.0), "param_scheduler.T_max: 2.0 is not allowed, give an integer"),
