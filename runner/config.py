@@ -299,6 +299,7 @@ def check_everything(given: Mapping[str, Any], *, takes_mmengines_models: bool =
     transforms = () if given["transforms"] is None else build_transforms(given["transforms"])
     trains = check_phase(**_parts(given, "train_dataloader", "train_cfg", "optim_wrapper"))
     validates = given["val_dataloader"] is not None
+    scales_lr = options.auto_scale_lr is not None and options.auto_scale_lr.enable
     optim_wrapper, train = None, None
     if trains:
         optim_wrapper = build_optim_wrapper(given["optim_wrapper"])
@@ -308,18 +309,11 @@ def check_everything(given: Mapping[str, Any], *, takes_mmengines_models: bool =
             optim_wrapper,
             given["param_scheduler"],
             given["model"],
-            scales_lr=options.auto_scale_lr is not None and options.auto_scale_lr.enable,
+            scales_lr=scales_lr,
             validates=validates,
         )
     else:
-        scales = options.auto_scale_lr is not None and options.auto_scale_lr.enable
-        for key, is_given in (
-            ("param_scheduler", given["param_scheduler"] or isinstance(given["param_scheduler"], Mapping)),
-            ("auto_scale_lr", scales),  # configurations for testing have it with enable=False
-            ("resume", given["resume"] or isinstance(given["resume"], Mapping)),
-        ):
-            if is_given:
-                raise ConfigError(f"{key}: has no meaning without train_dataloader, train_cfg and optim_wrapper")
+        _refuse_what_only_trains(given, scales_lr)
     if trains and (merging := merging_model(given["model"])) is not None:
         # A configuration of training whose model was replaced for runner.test(); runner.train() raises.
         if given["resume"]:
@@ -356,6 +350,16 @@ def check_everything(given: Mapping[str, Any], *, takes_mmengines_models: bool =
     return RunConfig(
         given, options, strategy, optim_wrapper, hooks, visualizer, trains, by_epoch, transforms, train, **evaluations
     )
+
+
+def _refuse_what_only_trains(given: Mapping[str, Any], scales_lr: bool) -> None:
+    for key, is_given in (
+        ("param_scheduler", given["param_scheduler"] or isinstance(given["param_scheduler"], Mapping)),
+        ("auto_scale_lr", scales_lr),  # configurations for testing have it with enable=False
+        ("resume", given["resume"] or isinstance(given["resume"], Mapping)),
+    ):
+        if is_given:
+            raise ConfigError(f"{key}: has no meaning without train_dataloader, train_cfg and optim_wrapper")
 
 
 def _parts(given: Mapping[str, Any], *names: str) -> dict[str, Any]:

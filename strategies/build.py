@@ -42,11 +42,7 @@ def build_strategy(cfg: Any = None, *, given_as: Mapping[str, str] | None = None
     """
     options, names = {key: value for key, value in options.items() if value is not None}, given_as or {}
     if isinstance(cfg, Strategy):
-        refuse_unused(cfg, {**_NEVER_CALLED, **EARLIER}, "strategy")
-        for key, value in options.items():
-            if getattr(cfg.config, key) != value:
-                raise ConfigError(f"{names.get(key, key)}: the strategy is already built, give {key}={value!r} to it")
-        return cfg
+        return _as_built(cfg, options, names)
     if cfg is None:
         several = detect_launch(options.get("launcher")).world_size > 1
         cfg = {"type": "DDPStrategy" if several else "SingleDeviceStrategy"}
@@ -73,4 +69,12 @@ def build_strategy(cfg: Any = None, *, given_as: Mapping[str, str] | None = None
         raise ConfigError(f"strategy.type: {name} is no Strategy, subclass flextrain.Strategy")
     strategy._given_as = {key: names[key] for key in names.keys() & options.keys()}
     refuse_unused(strategy, {**_NEVER_CALLED, **EARLIER}, "strategy.type")
+    return strategy
+
+
+def _as_built(strategy: Strategy, options: Mapping[str, Any], names: Mapping[str, str]) -> Strategy:
+    refuse_unused(strategy, {**_NEVER_CALLED, **EARLIER}, "strategy")
+    for key, value in options.items():
+        if getattr(strategy.config, key) != value:
+            raise ConfigError(f"{names.get(key, key)}: the strategy is already built, give {key}={value!r} to it")
     return strategy
