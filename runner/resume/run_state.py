@@ -281,8 +281,7 @@ def save(
         state["data"] = data_facts(runner, state["loop"]).model_dump()
     state["processes"] = topology.data.count  # those with their own data shard, and so their own RNG state
     modules, late_buffers = module_state(runner)
-    state.update(modules)
-    state["aliases"] = aliases(strategy)  # exports write a tied tensor under each of its names
+    state |= {**modules, "aliases": aliases(strategy)}  # exports write a tied tensor under each of its names
     if found := adapter_configurations(strategy.module):
         state[ADAPTERS] = found
     state["message_hub"] = runner.message_hub.state_dict()
@@ -298,7 +297,7 @@ def save(
     }
     hooks = {} if is_export else hook_states(runner)
     state.update({key: value for part in hooks.values() for key, value in part.items()})
-    state[SETTINGS] = hook_settings(runner)
+    state |= {SETTINGS: hook_settings(runner)} if len(set(map(type, runner.hooks))) < len(runner.hooks) else {}
     if runner.hook_calls["before_save_checkpoint"]:
         view = SavedView(state)
         runner.call_hook("before_save_checkpoint", checkpoint=view.checkpoint)
@@ -612,11 +611,7 @@ def named_hooks(runner: Run) -> Iterator[tuple[str, Any]]:
     for hook in runner.hooks:
         kind = type(hook).__name__
         number = seen[kind] = seen.get(kind, -1) + 1
-        yield _numbered(kind, number), hook
-
-
-def _numbered(kind: str, number: int) -> str:
-    return f"{kind}_{number}" if number else kind
+        yield (f"{kind}_{number}" if number else kind), hook
 
 
 def hook_states(runner: Run) -> dict[str, dict[str, Any]]:
@@ -648,7 +643,9 @@ def hooks_as_saved(runner: Run, checkpoint: Checkpoint) -> list[tuple[str, Any]]
     saved = checkpoint.values.get(SETTINGS, {})  # older ones have none
     own = hook_settings(runner)
     places = {kind: iter(_places(settings, saved.get(kind, settings))) for kind, settings in own.items()}
-    return [(_numbered(kind := type(hook).__name__, next(places[kind])), hook) for hook in runner.hooks]
+    numbered = [(kind := type(hook).__name__, next(places[kind])) for hook in runner.hooks]
+    names = [f"{kind}_{number}" if number else kind for kind, number in numbered]
+    return list(zip(names, runner.hooks, strict=True))
 
 
 def _places(own: Sequence[str], saved: Sequence[str]) -> list[int]:
