@@ -63,7 +63,7 @@ def script_facts(script: str, arguments: Sequence[str] = ()) -> ScriptFacts:
     if not checked.trains:
         raise ConfigError(f"script: {script} does not train, give train_dataloader, train_cfg and optim_wrapper")
     options = checked.options
-    out_dirs = [hook._parent for hook, _ in checked.hooks if isinstance(hook, CheckpointHook)]
+    out_dirs = [hook._out_dir for hook, _ in checked.hooks if isinstance(hook, CheckpointHook)]
     preemption, watchdog = options.env_cfg.preemption_options, options.env_cfg.watchdog_options
     return ScriptFacts(
         is_config=is_config_file(Path(script)),

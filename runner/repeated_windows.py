@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from ..core.base.errors import StrategyError, counted
 from ..core.base.snapshot import Snapshot
 from ..core.base.tensors import of_bits, of_bytes, parts_of
-from ..core.base.trees import tensors_in, tree_map_only
+from ..core.base.trees import tensors_in
 from ..core.comm.agreement import all_same
 from ..core.comm.collectives import all_gather_object, side_group
 from ..core.device.device import synchronize
@@ -524,7 +525,19 @@ class Replay:
 
 
 def _copied(batch: Any) -> Any:
-    return tree_map_only(Tensor, torch.clone, batch)  # a preprocessor may change it in place
+    """A batch for one run, which a preprocessor or the model may change in place, objects in it too."""
+    if isinstance(batch, Tensor):
+        return batch.clone()
+    if type(batch) in (tuple, list):
+        return type(batch)(map(_copied, batch))
+    if type(batch) is dict:
+        return {key: _copied(value) for key, value in batch.items()}
+    try:
+        return copy.deepcopy(batch)
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise StrategyError(
+            f"ReplayHook: a batch has a {type(batch).__name__}, which cannot be copied, {error}; give tensors, or leave the hook out"
+        ) from error
 
 
 def _note_gradients(named: Mapping[str, Tensor], trace: _Trace) -> None:

@@ -39,10 +39,10 @@ _ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(
 class Snapshot:
     """What objects hold: attributes, items of lists, dicts and sets, positions of generators and iterators, buffers.
 
-    What they refer to is held too. Of modules only attributes that are values, containers, tensors or generators are,
-    because an engine that trains the module may keep objects of its own in it; parameters are not. Of their containers it is
-    the items, and those of these that are tensors or generators. Not covered are large arrays and tensors outside of
-    modules, tensors of modules that are no buffers beyond 64 MiB in all, and memory behind objects that Python does not see.
+    What they refer to is held too. Of modules only attributes that are values, containers, arrays, generators or objects of
+    the user's are, also within containers, because an engine that trains the module may keep objects of its own in it;
+    parameters are not. Not covered are large arrays and tensors outside of modules, tensors of modules that are no buffers
+    beyond 64 MiB in all, memory behind objects that Python does not see, and what classes, functions and closures hold.
 
     Args:
         roots: the objects.
@@ -116,32 +116,38 @@ class Snapshot:
         for buffer in module.buffers(recurse=False):
             self._restore += _of_tensor(buffer)
         own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
-        held = {name: value for name, value in own.items() if isinstance(value, _HELD_BY_MODULES)}
+        held = {name: value for name, value in own.items() if isinstance(value, _HELD_BY_MODULES) or _is_users(value)}
         self._restore.append(_of_entries(vars(module), held))
         self._restore.append(_of_buffers(module))
-        inside: list[object] = []
-        for value in held.values():
-            if isinstance(value, (dict, *_LISTS, *_SETS)) and len(value) <= _MOST_ITEMS and id(value) not in self._seen:
-                self._restore.append(_of_container(value))
-                self._seen[id(value)] = value
-            inside += _numbers_in(value)
+        inside = [one for value in held.values() for one in self._take_held(value)]
         for one in inside:
-            if isinstance(one, Tensor) and id(one) not in self._seen:
+            if isinstance(one, (Tensor, np.ndarray)) and id(one) not in self._seen:
                 self._seen[id(one)] = one
                 self._take_numbers(one, _MOST_BYTES_IN_ALL)
         return [*module.children(), *inside]
 
-
-_NUMBERS = (Tensor, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_HELD_BY_MODULES = (str, bytes, int, float, complex, bool, type(None), tuple, dict, *_LISTS, *_SETS, *_NUMBERS)
-
-
-def _numbers_in(value: Any) -> list[Any]:
-    """The tensors and generators in an attribute of a module."""
-    if isinstance(value, (dict, *_LISTS, *_SETS, tuple)):
+    def _take_held(self, value: Any) -> list[Any]:
+        """Keep the items of a module's containers, and return what they hold beyond values."""
+        if not isinstance(value, (dict, *_LISTS, *_SETS, tuple)):
+            return [value] if isinstance(value, _NUMBERS) or _is_users(value) else []
+        if id(value) in self._seen or len(value) > _MOST_ITEMS:
+            return []
+        self._seen[id(value)] = value
+        if not isinstance(value, tuple):
+            self._restore.append(_of_container(value))
         items = dict.values(value) if isinstance(value, dict) else value
-        return [one for one in items if isinstance(one, _NUMBERS)] if len(items) <= _FOLLOWED_ITEMS else []
-    return [value] if isinstance(value, _NUMBERS) else []
+        return [one for item in items for one in self._take_held(item)] if len(items) <= _FOLLOWED_ITEMS else []
+
+
+_NUMBERS = (Tensor, np.ndarray, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_HELD_BY_MODULES = (str, bytes, int, float, complex, bool, type(None), tuple, dict, *_LISTS, *_SETS, *_NUMBERS)
+_ENGINES = frozenset(("builtins", "torch", "torch_npu", "deepspeed", "transformers", "peft", "numpy", "triton"))
+_ENGINES |= {"apex", "transformer_engine", __name__.partition(".")[0]}
+
+
+def _is_users(value: object) -> bool:
+    """Whether an attribute of a module is an object of the user's, which no engine keeps there."""
+    return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _ENGINES
 
 
 def _stands_for_something_outside(one: object) -> bool:

@@ -283,7 +283,7 @@ class CheckpointHook(Hook):
         self.save_last = save_last
         self.save_begin = save_begin
         self.filename_tmpl = _check_template(filename_tmpl, f"{where}.filename_tmpl") or f"{self._unit}_{{}}"
-        self._parent = None if out_dir is None else as_path(out_dir)
+        self._out_dir = None if out_dir is None else as_path(out_dir)
         self._best = BestScores(save_best, rule, greater_keys, less_keys, where)
         self._kept = KeptCheckpoints(self.filename_tmpl, max_keep_ckpts, keep_every, where)
         self._last: int | None = None
@@ -312,7 +312,7 @@ class CheckpointHook(Hook):
     def out_dir(self, runner: Run) -> Path:
         """Return the folder that checkpoints are saved to."""
         work_dir = Path(runner.work_dir)
-        return work_dir if self._parent is None else self._parent / work_dir.name
+        return work_dir if self._out_dir is None else self._out_dir / work_dir.name
 
     def checkpoint_dir(self, runner: Run) -> Path:
         """See Hook."""
@@ -335,7 +335,7 @@ class CheckpointHook(Hook):
 
     def before_train(self, runner: Run) -> None:
         """Check that the folder is writable, and continue with the checkpoints that a resumed run had kept."""
-        if self._parent is not None:  # the runner has checked its work directory
+        if self._out_dir is not None:  # the runner has checked its work directory
             make_writable(self.out_dir(runner), "CheckpointHook.out_dir")
         self._is_training, self._has_ended, self._last = True, False, None
         how = dict(by_epoch=self.by_epoch, save_last=self.save_last)

@@ -181,6 +181,7 @@ class EMAHook(Hook):
         self.begin_epoch = begin_epoch
         self.update_buffers = update_buffers
         self.momentum = momentum
+        self._ema_type = ema_type
         self._weight = _weight_of(ema_type, momentum, gamma, interval)
         self._interval = interval
         self._average: WeightAverage | None = None

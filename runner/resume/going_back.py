@@ -63,6 +63,8 @@ def go_back(run: Run, back: GoBack, resume: Callable[[], None]) -> None:
     run.finish_saving()
     loop, data = run.train_loop, run.train_loop.data
     loop.stop_training = False  # whatever has ended the training is taken back
+    if run.optim_wrapper is not None:  # gradients that no update has used yet are of the data that are left out
+        run.optim_wrapper.zero_grad()
     left = loop.state_dict()
     epoch, inner, done = (left[key] or 0 for key in ("epoch", "inner", "iter"))
     end = epoch, data.lasting_position(epoch, inner)
@@ -80,16 +82,17 @@ def go_back(run: Run, back: GoBack, resume: Callable[[], None]) -> None:
     run.logger.warning(f"{back.why}; training goes on from {back.path}, iteration {reached}, and leaves out {words}")
 
 
-def left_out_since(run: Run, iteration: int) -> list[LeftOut]:
+def left_out_since(run: Run, path: Path, iteration: int) -> list[LeftOut]:
     """Return what training has left out since it went back to a checkpoint that does not know of it yet. For rank 0.
 
     Args:
         run: the run, of which ``events.jsonl`` is read.
-        iteration: the updates of the checkpoint.
+        path: the checkpoint; the best one of the same update knows more.
+        iteration: its updates.
     """
     found: list[LeftOut] = []
     for event in read_events(run.work_dir):
-        if event["event"] == "saved" and event.get("iter") == iteration:
+        if event["event"] == "saved" and event.get("iter") == iteration and as_path(event["path"]).name == path.name:
             found = []
         if event["event"] == _EVENT and event.get("back_to") == iteration:
             found += [LeftOut(**span) for span in event["left_out"]]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
+import inspect
+import json
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -278,8 +282,7 @@ def save(
         state["data"] = data_facts(runner, state["loop"]).model_dump()
     state["processes"] = topology.data.count  # those with their own data shard, and so their own RNG state
     modules, late_buffers = module_state(runner)
-    state.update(modules)
-    state["aliases"] = aliases(strategy)  # exports write a tied tensor under each of its names
+    state |= {**modules, "aliases": aliases(strategy)}  # exports write a tied tensor under each of its names
     if found := adapter_configurations(strategy.module):
         state[ADAPTERS] = found
     state["message_hub"] = runner.message_hub.state_dict()
@@ -295,6 +298,7 @@ def save(
     }
     hooks = {} if is_export else hook_states(runner)
     state.update({key: value for part in hooks.values() for key, value in part.items()})
+    state |= {SETTINGS: hook_settings(runner)} if len(set(map(type, runner.hooks))) < len(runner.hooks) else {}
     if runner.hook_calls["before_save_checkpoint"]:
         view = SavedView(state)
         runner.call_hook("before_save_checkpoint", checkpoint=view.checkpoint)
@@ -415,7 +419,7 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
     if options.data:
         from .going_back import left_out_since  # a run that begins does without
 
-        since = told_by_rank_0(lambda: left_out_since(runner, values["loop"]["iter"]))
+        since = told_by_rank_0(lambda: left_out_since(runner, path, values["loop"]["iter"]))
         with piece(path, "data", "data"):
             progress = continue_epoch(runner, values["data"], values["loop"], since)
             load_loader(runner, values.get("loader", ()), progress)
@@ -444,7 +448,7 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
         with piece(path, "message_hub", "logs"):
             runner.message_hub.load_state_dict(values["message_hub"], values["own_losses"])
     if options.hooks:
-        _load_hooks(runner, path, {**values, **hooks})
+        _load_hooks(runner, checkpoint, {**values, **hooks})
     if options.random:
         with piece(path, "rng", "random"):
             load_random(runner, values["rng"], values["processes"])
@@ -486,12 +490,13 @@ def _hook_tensors(runner: Run, checkpoint: Checkpoint) -> dict[str, Tensor]:
     What a hook has now may be the model's own weights, or have another dtype or shape than what it had when it was saved. A
     hook that takes no state is given what it had by filling it.
     """
-    states = hook_states(runner)
+    hooks = hooks_as_saved(runner, checkpoint)
+    states = {name: hook_state(name, hook) for name, hook in hooks}
     with raising_together(), piece(checkpoint.path, "hooks", "hooks"):
         check_hooks(runner, checkpoint.values["hooks"], checkpoint.saved, states)
         saved = [key for name in states for key in checkpoint.values["hooks"].get(name, ())]
     tensors, own = checkpoint.tensors, dict[str, Tensor]()
-    for name, hook in named_hooks(runner):
+    for name, hook in hooks:
         in_place = hook.holds_weights or not overridden(hook, "load_state_dict")
         for key, value in states[name].items():
             if isinstance(value, Tensor) and key in tensors:
@@ -511,11 +516,12 @@ def _new_one_like(value: Tensor, saved: TensorInfo) -> Tensor:
     return torch.empty_like(value, dtype=saved.dtype)
 
 
-def _load_hooks(runner: Run, path: Path, loaded: Mapping[str, Any]) -> None:
+def _load_hooks(runner: Run, checkpoint: Checkpoint, loaded: Mapping[str, Any]) -> None:
+    _tell_if_unsure(runner, checkpoint)
     with raising_together():
-        for name, hook in named_hooks(runner):
+        for name, hook in hooks_as_saved(runner, checkpoint):
             if found := _unflatten(loaded, f"hook.{name}"):
-                with piece(path, f"hook.{name}", "hooks"):
+                with piece(checkpoint.path, f"hook.{name}", "hooks"):
                     hook.load_state_dict(found)
                 takes_none = type(hook).load_state_dict.__qualname__ == "Hook.load_state_dict"
                 if takes_none and (lost := [key for key in found if not _has_tensor(found[key])]):
@@ -564,7 +570,7 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
         runner.logger.info(
             f"{path}: holds nothing of {what}; {counted(len(report.kept), 'parameter')} of {what} keep their values"
         )
-    for name, hook in named_hooks(runner):
+    for name, hook in hooks_as_saved(runner, opened):
         own = _flatten(hook.state_dict(), f"hook.{name}") if hook.holds_weights else {}
         found = {key: tensor for key, tensor in own.items() if key in opened.tensors}
         fits_here = all(tuple(tensor.shape) == opened.tensors[key].shape for key, tensor in found.items())
@@ -618,6 +624,78 @@ def hook_states(runner: Run) -> dict[str, dict[str, Any]]:
 def hook_state(name: str, hook: Any) -> dict[str, Any]:
     """Return the flat state of one hook, by its name in checkpoints."""
     return _flatten(hook.state_dict(), f"hook.{name}")
+
+
+# Which of several hooks of one class a state belongs to, should they be listed in another order: by their settings.
+
+
+SETTINGS = "hook_settings"
+
+
+def hook_settings(runner: Run) -> dict[str, list[str]]:
+    """Return what tells hooks of one class apart, by the name of the class, in the order of the hooks."""
+    found: dict[str, list[str]] = {}
+    for hook in runner.hooks:
+        found.setdefault(type(hook).__name__, []).append(_settings_of(hook))
+    return found
+
+
+def hooks_as_saved(runner: Run, checkpoint: Checkpoint) -> list[tuple[str, Any]]:
+    """Return the hooks, each with the name of its state in a checkpoint."""
+    saved = checkpoint.values.get(SETTINGS, {})  # older ones have none
+    own = hook_settings(runner)
+    places = {kind: iter(_places(settings, saved.get(kind, settings))) for kind, settings in own.items()}
+    numbered = [(kind := type(hook).__name__, next(places[kind])) for hook in runner.hooks]
+    names = [f"{kind}_{number}" if number else kind for kind, number in numbered]
+    return list(zip(names, runner.hooks, strict=True))
+
+
+def _places(own: Sequence[str], saved: Sequence[str]) -> list[int]:
+    """Return for each hook the number of the saved one with the same settings; others take what is left, in order."""
+    left, places = list(range(len(saved))), dict[int, int]()
+    for alike in (True, False):
+        for number, settings in enumerate(own):
+            fit = [place for place in left if saved[place] == settings or not alike]
+            if number not in places and fit:
+                places[number] = number if number in fit else fit[0]
+                left.remove(places[number])
+    fresh = (number for number in range(len(saved), len(saved) + len(own)))
+    return [places[number] if number in places else next(fresh) for number in range(len(own))]
+
+
+def _tell_if_unsure(runner: Run, checkpoint: Checkpoint) -> None:
+    """Warn if hooks of a class cannot be told apart by their settings, because several have others now."""
+    saved = checkpoint.values.get(SETTINGS, {})
+    for kind, own in hook_settings(runner).items():
+        now, then = Counter(own), Counter(saved.get(kind, own))
+        new, gone = (now - then).total(), (then - now).total()
+        if new and gone and new + gone > 2 and kind in checkpoint.values["hooks"]:
+            runner.logger.warning(
+                f"{checkpoint.path}: which {kind} has which of their states cannot be told, because the settings of several are others "
+                "now; they are taken in the order of the hooks"
+            )
+
+
+def _settings_of(hook: Any) -> str:
+    """A digest of the class of a hook, and of the arguments that it keeps under their names; not as text, which may be secret."""
+    kind = type(hook)
+    made_by = [vars(base).get("__init__") for base in kind.__mro__]
+    names = {name for init in made_by if inspect.isfunction(init) for name in inspect.signature(init).parameters}
+    held = {key.lstrip("_"): value for key, value in vars(hook).items()}
+    kept = {name: _plain(held[name]) for name in sorted(names & held.keys())}
+    return hashlib.sha256(json.dumps([kind.__module__, kind.__qualname__, kept]).encode()).hexdigest()[:16]
+
+
+_MOST_ITEMS = 1000
+
+
+def _plain(value: Any) -> Any:
+    """The same value for the same argument in another process; of an object only its class."""
+    if isinstance(value, (list, tuple, Mapping)) and len(value) <= _MOST_ITEMS:
+        return [_plain(item) for item in (value.items() if isinstance(value, Mapping) else value)]
+    if isinstance(value, (type(None), bool, int, float, str, Path)):
+        return str(value)
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def _has_tensor(value: Any) -> bool:

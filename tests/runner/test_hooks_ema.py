@@ -22,7 +22,7 @@ from flextrain.runner.hooks import EMAHook, ema
 from flextrain.runner.hooks.ema import WeightAverage
 from flextrain.testing import WorkerGroup
 
-from .training import At, refuses
+from .training import At, differences, log_lines, make_runner, refuses
 
 
 class Stage:
@@ -414,3 +414,49 @@ def test_averages_of_another_dtype_move_many_at_once(monkeypatch: pytest.MonkeyP
     assert [average.unique().tolist() for average in averages] == [[n / 4] for n in range(50)]
     made = {name: count for name, count in operations.seen.items() if name not in ("empty_like", "full")}
     assert made == {"_foreach_copy_": 3, "_foreach_lerp_": 3}
+
+
+# Several hooks
+
+
+def with_hooks(folder: Path, *hooks: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The averages of a run after training, by the settings of their hooks."""
+    saves = dict(checkpoint=dict(by_epoch=False, interval=7))
+    given = [dict(type="EMAHook", **hook) for hook in hooks]
+    given_too = dict(train_cfg=dict(max_epochs=1), log_level="WARNING")
+    runner = make_runner(folder, default_hooks=saves, custom_hooks=given, **given_too, **changes)
+    runner.train()
+    found = [hook for hook in runner.hooks if isinstance(hook, EMAHook)]
+    return {
+        str(hook): {key: torch.as_tensor(value).clone() for key, value in one.state_dict().items()}
+        for hook, one in zip(hooks, found, strict=True)
+    }
+
+
+FAST, SLOW, MEAN = dict(momentum=0.5), dict(momentum=0.01), dict(ema_type="StochasticWeightAverage")
+
+
+@pytest.mark.parametrize(
+    "order", [(FAST, SLOW, MEAN), (MEAN, SLOW, FAST), (SLOW,), (dict(momentum=0.3), SLOW, FAST, MEAN)]
+)
+def test_each_of_several_hooks_takes_the_state_of_its_settings(tmp_path: Path, order: Any) -> None:
+    saved = with_hooks(tmp_path, FAST, SLOW, MEAN)
+    with log_lines() as lines:
+        found = with_hooks(tmp_path, *order, resume=True)
+    for name in saved.keys() & found.keys():
+        assert not differences(found[name], saved[name])
+    assert not [line for line in lines if "cannot be told" in line]
+
+
+def test_it_is_told_when_nobody_knows_whose_a_state_is(tmp_path: Path) -> None:
+    with_hooks(tmp_path, FAST, SLOW)
+    with log_lines() as lines:
+        with_hooks(tmp_path, dict(momentum=0.4), dict(momentum=0.02), resume=True)
+    (line,) = (line for line in lines if "cannot be told" in line)
+    assert line.endswith(
+        "iter_7: which EMAHook has which of their states cannot be told, because the settings of several are others now; they are taken "
+        "in the order of the hooks"
+    )
+    with log_lines() as lines:
+        with_hooks(tmp_path, FAST, dict(momentum=0.02), resume=True)
+    assert not [line for line in lines if "cannot be told" in line], "one has other settings now"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from flextrain import ConfigError
+from flextrain import ConfigError, OptimWrapper
 from flextrain.core.base.errors import LossSpikeError, NonFiniteError
 from flextrain.core.base.events import read_events
 from flextrain.core.checkpoint import Checkpoint, complete_ones, find_latest
@@ -298,6 +298,44 @@ def test_a_process_that_ends_after_going_back_has_gone_back(tmp_path: Path, poin
     assert differences(found, whole[1]) == []
     facts = Checkpoint.open(tmp_path / "first" / "iter_60").values["data"]
     assert facts == Checkpoint.open(tmp_path / "whole" / "iter_60").values["data"]
+
+
+def test_the_best_checkpoint_of_the_same_update_does_not_hide_what_is_left_out(tmp_path: Path) -> None:
+    """A validation after update 40, which is made again, saves it; the checkpoint of that update still knows of nothing."""
+
+    def end(runner: Any) -> None:
+        if runner.iter == 40:
+            runner.save_checkpoint(runner.work_dir, "best_loss_iter_40", save_optimizer=False)
+            raise Stop
+
+    data = Poisoned(400, BAD)
+    whole = run(tmp_path / "whole", data)
+    run(tmp_path / "first", data, custom_hooks=[hook(), At("before_train", end)])
+    again, found = run(tmp_path / "first", data, resume=True)
+    assert again == whole[0][55:]
+    assert differences(found, whole[1]) == []
+
+
+class Late(OptimWrapper):
+    """Updates after every second window; the gradients of both count."""
+
+    windows = 0
+
+    def should_update(self) -> bool:
+        self.windows += super().should_update()
+        return super().should_update() and self.windows % 2 == 0
+
+
+def test_gradients_of_what_is_left_out_are_dropped(tmp_path: Path) -> None:
+    """After update 55 there are gradients that no update has used."""
+    seen: list[tuple[int, bool]] = []
+
+    def look(runner: Any) -> None:
+        seen.append((runner.iter, any(one.grad is not None for one in runner.strategy.module.parameters())))
+
+    wrapper = Late(optimizer=dict(type="SGD", lr=0.01))
+    run(tmp_path, Poisoned(400, BAD), custom_hooks=[hook(), At("before_train", look)], optim_wrapper=wrapper)
+    assert seen == [(0, False), (40, False)]
 
 
 def test_a_run_does_not_go_back_for_ever_over_restarts(tmp_path: Path) -> None:

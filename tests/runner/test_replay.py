@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections import defaultdict
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import default_collate
 
 from flextrain import BaseModel, ConfigError, CorruptionError, OptimWrapper, StrategyError
 from flextrain.core.base.events import read_events
@@ -154,6 +158,53 @@ class Keeps(Normalised):
         return super().forward(index, x + sum(kept), y, mode)
 
 
+class Step:
+    def __init__(self) -> None:
+        self.number = 0
+
+
+class Remembers(Normalised):
+    """Counts in an object, in a dict within a dict, in lists of a defaultdict and in an array; each shows only now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.counts, self.lists = Step(), {"of": {"calls": 0}}, defaultdict[str, list[int]](list)
+        self.array = np.zeros(2)
+
+    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
+        self.step.number += 1
+        self.counts["of"]["calls"] += 1
+        self.lists["calls"].append(1)
+        self.array += 1
+        calls = (
+            self.step.number // 4 + self.counts["of"]["calls"] // 5 + len(self.lists["calls"]) // 6 + self.array[0] // 7
+        )
+        return super().forward(index, x * (1 + 0.1 * calls), y, mode)
+
+
+class Boxed:
+    """What a collate function may give in place of tensors."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.array = x, x.numpy().copy()
+
+
+def boxed(samples: list[Any]) -> dict[str, Any]:
+    batch = default_collate(samples)
+    return {**batch, "x": [Boxed(one) for one in batch["x"]]}
+
+
+class Unpacks(Normalised):
+    """Changes objects in its batch in place."""
+
+    def forward(self, index: Any, x: Any, y: Tensor, mode: str = "tensor") -> Any:
+        for one in x:
+            one.x.mul_(1.01)
+            one.array *= 1.01
+        values = torch.stack([one.x + torch.from_numpy(one.array) for one in x])
+        return super().forward(index, values, y, mode)
+
+
 class Late(OptimWrapper):
     """Updates after every second window; the gradients of both count."""
 
@@ -177,6 +228,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "writes to weights": dict(model=Teaches),
     "changes its batch": dict(model=Spoils),
     "keeps tensors": dict(model=Keeps),
+    "remembers": dict(model=Remembers),
+    "changes objects": dict(model=Unpacks, train_dataloader=dict(batch_size=4, dataset=Samples(24), collate_fn=boxed)),
     "compiled": dict(compile=dict(backend="eager"), model=Net),
     "its own updates": dict(
         model=Discriminates,
@@ -577,3 +630,20 @@ def test_wrong_options(tmp_path: Path, given: dict[str, Any], message: str) -> N
 def test_leaving_needs_a_launcher_that_starts_the_others(tmp_path: Path) -> None:
     with refuses(ConfigError, "needs `flextrain run`"):
         make_runner(tmp_path, custom_hooks=[dict(EACH, on_mismatch="leave")]).train()
+
+
+class Locked:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def locked(samples: list[Any]) -> dict[str, Any]:
+    batch = default_collate(samples)
+    return {**batch, "index": Locked()}
+
+
+def test_a_batch_that_cannot_be_copied_is_named(tmp_path: Path) -> None:
+    data = dict(batch_size=4, dataset=Samples(24), collate_fn=locked)
+    runner = make_runner(tmp_path, custom_hooks=[EACH], train_dataloader=data)
+    with refuses(StrategyError, begins="ReplayHook: a batch has a Locked, which cannot be copied, "):
+        runner.train()
