@@ -518,8 +518,9 @@ def _new_one_like(value: Tensor, saved: TensorInfo) -> Tensor:
 
 def _load_hooks(runner: Run, checkpoint: Checkpoint, loaded: Mapping[str, Any]) -> None:
     _tell_if_unsure(runner, checkpoint)
+    hooks = hooks_as_saved(runner, checkpoint)
     with raising_together():
-        for name, hook in hooks_as_saved(runner, checkpoint):
+        for name, hook in hooks:
             if found := _unflatten(loaded, f"hook.{name}"):
                 with piece(checkpoint.path, f"hook.{name}", "hooks"):
                     hook.load_state_dict(found)
@@ -641,9 +642,10 @@ def hook_settings(runner: Run) -> dict[str, list[str]]:
 
 
 def hooks_as_saved(runner: Run, checkpoint: Checkpoint) -> list[tuple[str, Any]]:
-    """Return the hooks, each with the name of its state in a checkpoint."""
+    """Return the hooks, each with the name of its state in a checkpoint; a collective."""
     saved = checkpoint.values.get(SETTINGS, {})  # older ones have none
-    own = hook_settings(runner)
+    # Arguments may differ between processes, a folder for example; places may not.
+    own = told_by_rank_0(lambda: hook_settings(runner)) if saved else hook_settings(runner)
     places = {kind: iter(_places(settings, saved.get(kind, settings))) for kind, settings in own.items()}
     numbered = [(kind := type(hook).__name__, next(places[kind])) for hook in runner.hooks]
     names = [f"{kind}_{number}" if number else kind for kind, number in numbered]
