@@ -644,25 +644,25 @@ def hook_settings(runner: Run) -> dict[str, list[str]]:
 def hooks_as_saved(runner: Run, checkpoint: Checkpoint) -> list[tuple[str, Any]]:
     """Return the hooks, each with the name of its state in a checkpoint; a collective."""
     saved = checkpoint.values.get(SETTINGS, {})  # older ones have none
-    # Arguments may differ between processes, a folder for example; places may not.
+    # Arguments may differ between processes, a folder for example; positions may not.
     own = told_by_rank_0(lambda: hook_settings(runner)) if saved else hook_settings(runner)
-    places = {kind: iter(_places(settings, saved.get(kind, settings))) for kind, settings in own.items()}
-    numbered = [(kind := type(hook).__name__, next(places[kind])) for hook in runner.hooks]
+    positions = {kind: iter(_positions(settings, saved.get(kind, settings))) for kind, settings in own.items()}
+    numbered = [(kind := type(hook).__name__, next(positions[kind])) for hook in runner.hooks]
     names = [f"{kind}_{number}" if number else kind for kind, number in numbered]
     return list(zip(names, runner.hooks, strict=True))
 
 
-def _places(own: Sequence[str], saved: Sequence[str]) -> list[int]:
+def _positions(own: Sequence[str], saved: Sequence[str]) -> list[int]:
     """Return for each hook the number of the saved one with the same settings; others take what is left, in order."""
-    left, places = list(range(len(saved))), dict[int, int]()
+    left, positions = list(range(len(saved))), dict[int, int]()
     for alike in (True, False):
         for number, settings in enumerate(own):
-            fit = [place for place in left if saved[place] == settings or not alike]
-            if number not in places and fit:
-                places[number] = number if number in fit else fit[0]
-                left.remove(places[number])
+            fit = [position for position in left if saved[position] == settings or not alike]
+            if number not in positions and fit:
+                positions[number] = number if number in fit else fit[0]
+                left.remove(positions[number])
     fresh = (number for number in range(len(saved), len(saved) + len(own)))
-    return [places[number] if number in places else next(fresh) for number in range(len(own))]
+    return [positions[number] if number in positions else next(fresh) for number in range(len(own))]
 
 
 def _tell_if_unsure(runner: Run, checkpoint: Checkpoint) -> None:
@@ -684,17 +684,17 @@ def _settings_of(hook: Any) -> str:
     made_by = [vars(base).get("__init__") for base in kind.__mro__]
     names = {name for init in made_by if inspect.isfunction(init) for name in inspect.signature(init).parameters}
     held = {key.lstrip("_"): value for key, value in vars(hook).items()}
-    kept = {name: _plain(held[name]) for name in sorted(names & held.keys())}
+    kept = {name: _comparable(held[name]) for name in sorted(names & held.keys())}
     return hashlib.sha256(json.dumps([kind.__module__, kind.__qualname__, kept]).encode()).hexdigest()[:16]
 
 
 _MOST_ITEMS = 1000
 
 
-def _plain(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """The same value for the same argument in another process; of an object only its class."""
     if isinstance(value, (list, tuple, Mapping)) and len(value) <= _MOST_ITEMS:
-        return [_plain(item) for item in (value.items() if isinstance(value, Mapping) else value)]
+        return [_comparable(item) for item in (value.items() if isinstance(value, Mapping) else value)]
     if isinstance(value, (type(None), bool, int, float, str, Path)):
         return str(value)
     return getattr(value, "__qualname__", type(value).__qualname__)
