@@ -411,7 +411,10 @@ def _of_validation(cfg: Mapping[str, Any], loop: TrainingProgress) -> Iterator[s
         yield f"train_cfg.val_begin: {begin} is {run}, there is no validation; give at most {end}"
     elif interval is not None and interval > end:
         yield f"train_cfg.val_interval: {interval} is {run}, validation is done once, at the end; give less for more"
-    for i, (milestone, _) in enumerate(cfg.get("dynamic_intervals") or ()):
+    given = cfg.get("dynamic_intervals") or ()
+    for i, (milestone, _) in enumerate(given):
+        if milestone in (begin for begin, _ in given[:i]):
+            yield f"train_cfg.dynamic_intervals[{i}]: {milestone} is given twice, the larger interval holds from there; leave one out"
         if milestone > end:
             yield f"train_cfg.dynamic_intervals[{i}]: {milestone} is {run}, this interval is never used"
 

@@ -26,6 +26,8 @@ class Config(BaseModel):
 
 PositiveInt = Annotated[int, pydantic.Field(ge=1)]
 """An int of 1 or more; a constructor's parameter with this annotation is checked with the configuration."""
+NonNegativeInt = Annotated[int, pydantic.Field(ge=0)]
+"""An int of 0 or more, in the same way."""
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 P = ParamSpec("P")

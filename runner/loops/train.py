@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
-from ...core.base.config import PositiveInt, check_call, refuse_foreign
+from ...core.base.config import NonNegativeInt, PositiveInt, check_call, refuse_foreign
 from ...core.base.errors import ConfigError, counted
 from ...core.base.registry import LOOPS
 from ...core.comm.agreement import raising_together
@@ -50,7 +50,7 @@ class TrainLoop(BaseLoop):
         dataloader: Iterable[Any],
         val_begin: PositiveInt = 1,
         val_interval: PositiveInt = 1,
-        dynamic_intervals: list[tuple[int, PositiveInt]] | None = None,
+        dynamic_intervals: list[tuple[NonNegativeInt, PositiveInt]] | None = None,
     ) -> None:
         super().__init__(runner, dataloader)
         self.val_begin = val_begin
@@ -369,7 +369,7 @@ class EpochBasedTrainLoop(TrainLoop):
         max_epochs: PositiveInt,
         val_begin: PositiveInt = 1,
         val_interval: PositiveInt = 1,
-        dynamic_intervals: list[tuple[int, PositiveInt]] | None = None,
+        dynamic_intervals: list[tuple[NonNegativeInt, PositiveInt]] | None = None,
     ) -> None:
         super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
         if self.data.epoch_length is None:
@@ -481,7 +481,7 @@ class IterBasedTrainLoop(TrainLoop):
         max_iters: PositiveInt,
         val_begin: PositiveInt = 1,
         val_interval: PositiveInt = 1000,
-        dynamic_intervals: list[tuple[int, PositiveInt]] | None = None,
+        dynamic_intervals: list[tuple[NonNegativeInt, PositiveInt]] | None = None,
     ) -> None:
         super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
         self._max_iters = max_iters

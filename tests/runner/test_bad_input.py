@@ -339,6 +339,7 @@ OUT_OF_RANGE = [
     case("train_cfg", dict(by_epoch=False, max_iters=0), "give 1 or more", "train_cfg.max_iters", param_scheduler=None),
     case("train_cfg.val_interval", 0, "give 1 or more"),
     case("train_cfg.val_begin", -1, "give 1 or more"),
+    case("train_cfg.dynamic_intervals", [(-3, 1)], "give 0 or more", "train_cfg.dynamic_intervals[0][0]"),
     case("train_cfg.dynamic_intervals", [(3, 0)], "give 1 or more", "train_cfg.dynamic_intervals[0][1]"),
     case("optim_wrapper.accumulative_counts", 0, "give 1 or more"),
     case("optim_wrapper.clip_grad.max_norm", -1.0, "give a number above 0"),

@@ -57,6 +57,7 @@ ROWS = [
     warns("validation after the end", {"train_cfg.val_interval": 10}, "train_cfg.val_interval: 10 is beyond the 2 epochs of training, validation is done once, at the end"),
     warns("validation begins after the end", {"train_cfg.val_begin": 10}, "train_cfg.val_begin: 10 is beyond the 2 epochs of training, there is no validation"),
     warns("validation by iteration after the end", by_iteration(5, val_interval=100), "train_cfg.val_interval: 100 is beyond the 5 iterations"),
+    warns("dynamic intervals at one epoch", {"train_cfg.dynamic_intervals": [(2, 1), (2, 2)]}, "train_cfg.dynamic_intervals[1]: 2 is given twice"),
     warns("dynamic intervals after the end", {"train_cfg.dynamic_intervals": [(5, 1)]}, "train_cfg.dynamic_intervals[0]: 5 is beyond the 2 epochs"),
     warns("accumulation over more than an epoch", {"optim_wrapper.accumulative_counts": 16}, "optim_wrapper.accumulative_counts: 16 is more than the 3 batches of an epoch"),
     warns("learning rate 0", {"optim_wrapper.optimizer": dict(type="SGD", lr=0.0)}, "optim_wrapper.optimizer.lr: 0 changes no weight"),
