@@ -62,10 +62,10 @@ def build_strategy(cfg: Any = None, *, given_as: Mapping[str, str] | None = None
         cfg = {**options, **cfg}
     else:
         cfg = {**options, "type": cfg}
-    is_other = inspect.isclass(given) and not issubclass(given, Strategy)  # whose own arguments nobody asked for
-    strategy = given if is_other else STRATEGIES.build(cfg, "strategy")
+    other = given if inspect.isclass(given) and not issubclass(given, Strategy) else None
+    strategy = STRATEGIES.build(cfg, "strategy") if other is None else other
     if not isinstance(strategy, Strategy):
-        name = given.__name__ if is_other else type(strategy).__name__
+        name = (other or type(strategy)).__name__
         raise ConfigError(f"strategy.type: {name} is no Strategy, subclass flextrain.Strategy")
     strategy._given_as = {key: names[key] for key in names.keys() & options.keys()}
     refuse_unused(strategy, {**_NEVER_CALLED, **EARLIER}, "strategy.type")

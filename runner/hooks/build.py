@@ -24,7 +24,7 @@ def build_hooks(default_hooks: Any, custom_hooks: Any, *, validates: bool) -> li
     Raises:
         ConfigError: an entry is invalid; the message names its key.
     """
-    built = []
+    built: list[tuple[Hook, int]] = []
     for key, cfg in _resolve(default_hooks, custom_hooks):
         hook = build_hook(cfg, key)
         if not validates:
