@@ -66,11 +66,11 @@ def _by_rows(make: Callable[[Tensor, Any, Any], Tensor]) -> None:
 
 
 def bias_of_each(model: Build) -> None:
-    _by_rows(lambda input, weight, bias: local_tensors._Linear.apply(input, weight, bias, None))
+    _by_rows(lambda input, weight, bias: local_tensors._Linear.apply(input, weight, bias, None, None))
 
 
 def sum_after_activation(model: Build) -> None:
-    _by_rows(lambda input, weight, bias: functional.gelu(local_tensors._Linear.apply(input, weight, None, None)))
+    _by_rows(lambda input, weight, bias: functional.gelu(local_tensors._Linear.apply(input, weight, None, None, None)))
 
 
 def column_input_gradient_not_summed(model: Build) -> None:

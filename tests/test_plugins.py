@@ -196,7 +196,7 @@ def test_checks_are_tests_that_can_be_chosen(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(STRATEGIES)
     given = ["--flextrain-strategy", "mine:Differs", "-k", "facts or evaluation or unused", "-rxs"]
     said = run_pytest(tmp_path, *given, path=[tmp_path])
-    assert "1 passed, 1 skipped, 18 deselected, 1 xfailed" in said, said
+    assert re.search(r"1 passed, 1 skipped, \d+ deselected, 1 xfailed", said), said
     assert "not promised: rounds what it returns: " in said
     assert "refused: " in said
     assert "Differs on 2 processes" in said
