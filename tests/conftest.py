@@ -222,6 +222,8 @@ STARTED: list[str] = []
 
 
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    if event not in ("subprocess.Popen", "os.fork"):  # every file that is opened is an event
+        return
     # Compilers and the like, which libraries ask for their version once in a while, are not what is looked for. Before
     # torch 2.7, importing its compiler starts the processes that compile.
     command = [str(part) for part in arguments[1]] if event == "subprocess.Popen" else []
@@ -255,9 +257,11 @@ def _no_leaked_variables() -> Iterator[None]:
 def _logs_as_before() -> Iterator[None]:
     """A runner's ``log_level`` stays with the logger, and would keep the next test's lines from it."""
     logger = logging.getLogger("flextrain")
-    logger.setLevel(logging.NOTSET)  # a fixture of a whole module may have had a runner
+    if logger.level:  # a fixture of a whole module may have had a runner; setting it touches every logger there is
+        logger.setLevel(logging.NOTSET)
     yield
-    logger.setLevel(logging.NOTSET)
+    if logger.level:
+        logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)

@@ -43,6 +43,8 @@ def _mentions(functions: Mapping[Any, Any]) -> Iterator[tuple[dict[str, Any], st
     wanted = {id(function) for function in functions}
     for module in list(sys.modules.values()):
         namespace = getattr(module, "__dict__", {})
+        if wanted.isdisjoint(map(id, list(namespace.values()))):  # thousands of modules, few of which mention one
+            continue
         for name, value in list(namespace.items()):
             if id(value) in wanted:
                 yield namespace, name, value

@@ -8,8 +8,10 @@ import importlib.metadata
 import importlib.util
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, overload
 
@@ -420,7 +422,7 @@ class Registry:
         for lookup, _ in self._lookups:
             if found := lookup(key):
                 return found
-        for entry_point in self._iter_entry_points():
+        for entry_point in entry_points(self._entry_points):
             if entry_point.name == key:
                 self._modules[key] = entry_point.load()
                 return self._modules[key]
@@ -435,13 +437,25 @@ class Registry:
                 del self._locations[module]
                 importlib.import_module(module)
 
-    def _iter_entry_points(self) -> Iterable[importlib.metadata.EntryPoint]:
-        return importlib.metadata.entry_points(group=self._entry_points) if self._entry_points else ()
-
     def _own_names(self, name: str | None = None) -> list[str]:
         """Names that are registered or come from entry points, sorted; with ``name`` those that may be, or declare, it."""
         self._load(name)
-        return sorted({*self._modules, *(entry_point.name for entry_point in self._iter_entry_points())})
+        return sorted({*self._modules, *(entry_point.name for entry_point in entry_points(self._entry_points))})
+
+
+def entry_points(group: str | None) -> Iterable[importlib.metadata.EntryPoint]:
+    """The entry points of a group that installed packages have; those of no group are none."""
+    if group is None:
+        return ()
+    # Installing a package changes its folder.
+    folders = [Path(folder) for folder in sys.path]
+    changed = tuple((folder, folder.stat().st_mtime_ns) for folder in folders if folder.exists())
+    return _installed_entry_points(changed).select(group=group)
+
+
+@functools.lru_cache(maxsize=1)
+def _installed_entry_points(_folders: tuple[tuple[Path, int], ...]) -> Any:
+    return importlib.metadata.entry_points()
 
 
 def _merged(short: Mapping[str, Any], options: Mapping[str, Any], where: str, name: str) -> dict[str, Any]:

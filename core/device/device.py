@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import ConfigError, StrategyError, one_of, suggest
+from ..base.registry import entry_points
 from ..comm.collectives import carries_cpu_tensors, tensors_of
 
 
@@ -138,7 +139,7 @@ class Devices(Mapping[str, DeviceSpec]):
         return len(list(iter(self)))
 
     def _offered(self) -> list[importlib.metadata.EntryPoint]:
-        return list(importlib.metadata.entry_points(group=self._entry_points)) if self._entry_points else []
+        return list(entry_points(self._entry_points))
 
 
 def _checked(entry_point: importlib.metadata.EntryPoint) -> DeviceSpec:

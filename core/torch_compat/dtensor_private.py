@@ -220,11 +220,10 @@ def forget_meshes() -> None:
             tensor.register_hook(lambda _: _forget_layouts())  # type: ignore[no-untyped-call]
             tensor.backward()  # type: ignore[no-untyped-call]
     # A mesh keeps its groups, and each of gloo's has a thread that wakes a hundred times a second.
-    for name in [name for name in sys.modules if name.startswith("torch.distributed.tensor.")]:
-        for value in list(vars(sys.modules[name]).values()):
-            for cache in (value, *(vars(value).values() if isinstance(value, type) else ())):
-                if isinstance(function := getattr(cache, "__func__", cache), _CachedFunction):
-                    function.cache_clear()
+    for function in _cached_functions(
+        tuple(name for name in sys.modules if name.startswith("torch.distributed.tensor."))
+    ):
+        function.cache_clear()
     planners: dict[Any, Any] = getattr(sys.modules.get("torch.distributed.tensor._redistribute"), "_planner_cache", {})
     planners.clear()
 
@@ -239,6 +238,15 @@ def _forget_layouts() -> None:
 
 
 _CachedFunction = type(lru_cache(len))
+
+
+@lru_cache(maxsize=1)
+def _cached_functions(modules: tuple[str, ...]) -> list[Any]:
+    """The functions and methods of these modules that keep what they have returned."""
+    values = [value for name in modules for value in list(vars(sys.modules[name]).values())]
+    methods = [each for value in values if isinstance(value, type) for each in vars(value).values()]
+    functions = (getattr(each, "__func__", each) for each in (*values, *methods))
+    return [function for function in functions if isinstance(function, _CachedFunction)]
 
 
 def _placements(spec: Any) -> tuple[Any, ...]:
