@@ -163,9 +163,9 @@ format: $(VENV)/.installed-dev
 	$(PY) -m ruff format .
 
 # A stamp per set of extras: installed again only when pyproject.toml is newer. uv downloads and unpacks side by side, in 80 s what
-# takes pip 200; pip does it where uv cannot be had, or knows less than pip's own configuration. What most tests import is compiled by
-# all cores, the rest when it is imported. Its status is
-# not looked at: some packages have files that are no Python of this version, and not all extras have all packages.
+# takes pip 200; pip does it where uv cannot be had, or knows less than pip's own configuration. What most tests import is
+# compiled by all cores, the rest when it is imported. The status of compiling is not looked at: some packages have files that
+# are no Python of this version, and not all extras have all packages.
 COMPILED := torch torchvision deepspeed mmengine networkx numpy pandas peft scipy sklearn sympy torchmetrics
 EDITABLE = --constraint tests/tried.txt --editable '.[$*]'
 $(VENV)/.installed-%: pyproject.toml tests/tried.txt | $(VENV)/pyvenv.cfg

@@ -450,7 +450,8 @@ def entry_points(group: str | None) -> Iterable[importlib.metadata.EntryPoint]:
     # Installing a package changes its folder.
     folders = [Path(folder) for folder in sys.path]
     changed = tuple((folder, folder.stat().st_mtime_ns) for folder in folders if folder.exists())
-    return _installed_entry_points(changed).select(group=group)
+    found: Iterable[importlib.metadata.EntryPoint] = _installed_entry_points(changed).select(group=group)
+    return found
 
 
 @functools.lru_cache(maxsize=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -460,3 +461,39 @@ def test_it_is_told_when_nobody_knows_whose_a_state_is(tmp_path: Path) -> None:
     with log_lines() as lines:
         with_hooks(tmp_path, FAST, dict(momentum=0.02), resume=True)
     assert not [line for line in lines if "cannot be told" in line], "one has other settings now"
+
+
+class Counts(Hook):
+    """A hook with a number, and an argument that differs between processes."""
+
+    def __init__(self, log: str, start: int) -> None:
+        self.log, self.count = log, start
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def _counts(folder: Path, **starts: int) -> dict[str, int]:
+    """What the hooks a and b count after training, of two that begin at these numbers."""
+    hooks = {name: Counts(f"{name}{os.environ['RANK']}", start) for name, start in starts.items()}
+    saves = dict(checkpoint=dict(by_epoch=False, interval=7))
+    settings = dict(strategy=dict(type="DDPStrategy"), train_cfg=dict(max_epochs=1), log_level="WARNING")
+    runner = make_runner(
+        folder, default_hooks=saves, custom_hooks=[*hooks.values()], resume=not any(starts.values()), **settings
+    )
+    runner.train()
+    return {name: hook.count for name, hook in hooks.items()}
+
+
+def _counts_saved_and_resumed(folder: Path) -> dict[str, int]:
+    _counts(folder, a=1, b=101)
+    return _counts(folder, b=0, a=0)
+
+
+@pytest.mark.distributed
+def test_whose_a_state_is_does_not_depend_on_the_process(tmp_path: Path, workers2: WorkerGroup) -> None:
+    """Hooks that differ in an argument that differs between processes too, listed in another order."""
+    assert workers2.run(_counts_saved_and_resumed, tmp_path) == [{"b": 101, "a": 1}] * 2
