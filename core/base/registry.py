@@ -419,7 +419,8 @@ class Registry:
             self._load(key)
         if key in self._modules:
             return self._modules[key]
-        for lookup, _ in self._lookups:
+        # Last the libraries that do not list their names: importing one takes seconds.
+        for lookup, _ in sorted(self._lookups, key=lambda each: key not in each[1]()):
             if found := lookup(key):
                 return found
         for entry_point in entry_points(self._entry_points):

@@ -168,13 +168,23 @@ def all_gather_small(values: Sequence[int], group: Any) -> list[list[int]]:
         return [list(row) for row in known.roll(rank, 0).tolist()]
 
 
-def broadcast_tensors(tensors: list[Tensor], src: int = 0, bucket_bytes: int = 25 * 2**20, group: Any = None) -> None:
-    """Overwrite the tensors in place with those of rank ``src`` of the group, in messages of about ``bucket_bytes``."""
+def broadcast_tensors(
+    tensors: list[Tensor],
+    src: int = 0,
+    bucket_bytes: int = 25 * 2**20,
+    group: Any = None,
+    via: torch.device | None = None,
+) -> None:
+    """Overwrite the tensors in place with those of rank ``src`` of the group, in messages of about ``bucket_bytes``.
+
+    Messages go through the memory of the device ``via``; default: where the tensors are.
+    """
     if get_world_size(group) == 1:
         return
     sender = src if group is None else dist.get_global_rank(group, src)
     for bucket in buckets(tensors, bucket_bytes):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        flat = flat if via is None else flat.to(via)
         dist.broadcast(as_sent(flat), sender, group=group)
         _unflatten_into(flat, bucket)
 
@@ -536,15 +546,18 @@ def leave_at_exit(device: torch.device) -> None:
 # Broadcast a model's parameters and buffers from rank 0, and find the buffers that can be averaged.
 
 
-def share_weights(model: nn.Module, parameters: Iterable[Tensor] | None = None) -> None:
+def share_weights(
+    model: nn.Module, parameters: Iterable[Tensor] | None = None, via: torch.device | None = None
+) -> None:
     """Broadcast rank 0's parameters and buffers, except those on the meta device; every process must call it.
 
     Args:
         model: the module that has them.
         parameters: the parameters of which each process holds the whole; default: all.
+        via: the device whose memory the messages go through; default: where the tensors are.
     """
     tensors = (*(model.parameters() if parameters is None else parameters), *model.buffers())
-    broadcast_tensors([tensor for tensor in tensors if not tensor.is_meta])
+    broadcast_tensors([tensor for tensor in tensors if not tensor.is_meta], via=via)
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:

@@ -404,7 +404,7 @@ class FSDPStrategy(Strategy):
     def _place(self, model: nn.Module) -> None:
         """See Strategy; an instance's parameters get rank 0's values, and move to the device when they are sharded."""
         make_contiguous(model)
-        share_weights(model)
+        share_weights(model, via=self.device)  # an accelerator's processes send faster than their hosts
         for scalar in self._whole:
             if not scalar.is_meta:
                 scalar.data = scalar.data.to(self.device)

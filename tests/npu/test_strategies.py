@@ -157,3 +157,23 @@ def test_a_checkpoint_is_resumed_on_the_other_device(npu1: Any, tmp_path: Path, 
     first, second = (NPU, CPU) if way == "npu to cpu" else (CPU, NPU)
     ((losses, expected),) = npu1.run(interrupted, tmp_path, first, second)
     assert losses == expected
+
+
+def sent_from(folder: Path) -> set[str]:
+    """The kinds of devices whose memory broadcasts went through while a model that is on the host was shared and wrapped."""
+    seen: set[str] = set()
+    broadcast = torch.distributed.broadcast
+
+    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.numel() > 100:  # not what processes agree on
+            seen.add(tensor.device.type)
+        return broadcast(tensor, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "broadcast", noted)
+        make_runner(folder, FSDP, 2, model=Classifier()).train()
+    return seen
+
+
+def test_an_instance_is_shared_through_the_device(npu2: Any, tmp_path: Path) -> None:
+    assert npu2.run(sent_from, tmp_path) == [{"npu"}] * 2
