@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from flextrain.core.base.errors import ConfigError, StrategyError
 from flextrain.core.device import device as library
+from flextrain.core.device.accelerator import float32_advice
 from flextrain.core.device.device import (
     DEVICES,
     DeviceSpec,
@@ -321,3 +322,24 @@ def test_memory_of_the_cpu_is_the_peak_of_the_process() -> None:
     status = Path("/proc/self/status").read_text()
     peak_kib = int(status.partition("VmHWM:")[2].split()[0])
     assert memory_mb(torch.device("cpu")) == pytest.approx(peak_kib / 1024, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision", "advises"),
+    [((8, 0), "highest", True), ((9, 0), "highest", True), ((7, 5), "highest", False), ((9, 0), "high", False)],
+)
+def test_products_of_float32_matrices_are_advised_to_be_fast(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], precision: str, advises: bool
+) -> None:
+    """Without a GPU it is pretended that torch has found one of this generation."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        advice = float32_advice(torch.device("cuda", 0))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert bool(advice) is advises
+    assert not advice or 'torch.set_float32_matmul_precision("high")' in advice
+    assert float32_advice(torch.device("cpu")) is None

@@ -17,6 +17,7 @@ from flextrain.core.base.errors import StrategyError
 from flextrain.core.torch_compat.backward_private import backward_of_input
 from flextrain.optim import gradients
 from flextrain.optim.gradients import ModelGroup
+from flextrain.strategies.mesh.pipeline import pipeline_engine
 from flextrain.strategies.mesh.pipeline.chain import balanced
 from flextrain.strategies.mesh.pipeline.orders import (
     SCHEDULES,
@@ -345,3 +346,24 @@ def test_an_update_that_depends_on_parameters_of_other_stages_is_refused(workers
         Exception, match="ByAllGradients updates a parameter otherwise beside others than alone, by a norm"
     ):
         workers2.run(set_up_with, ByAllGradients)
+
+
+def asked_of_groups_between_stages() -> list[Any]:
+    asked: list[Any] = []
+    make = pipeline_engine.group_with_this_process
+
+    def noted(*args: Any, **options: Any) -> Any:
+        asked.append(options.get("most_blocks"))
+        return make(*args, **options)
+
+    with (
+        patch.object(pipeline_engine, "group_with_this_process", noted),
+        started(dict(MESH, pp=2), "plain_tied", RECIPES["adamw"]),
+    ):
+        return asked
+
+
+@pytest.mark.distributed
+def test_what_waits_for_a_stage_leaves_the_accelerator_to_others(workers2: WorkerGroup) -> None:
+    """A receive posted ahead occupies thread blocks until its message comes: NCCL is asked for few."""
+    assert workers2.run(asked_of_groups_between_stages) == [[4] * 4] * 2
