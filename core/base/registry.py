@@ -227,9 +227,15 @@ class Registry:
 
         return register
 
-    def add_lookup(self, lookup: Callable[[str], Factory | None], names: Callable[[], Iterable[str]]) -> None:
-        """Add a function that finds further names on demand; ``names`` lists them, for suggestions."""
-        self._lookups.append((lookup, names))
+    def add_lookup(
+        self, lookup: Callable[[str], Factory | None], names: Callable[[], Iterable[str]] | None = None
+    ) -> None:
+        """Add a function that finds further names on demand; ``names`` lists them, for suggestions.
+
+        Functions without such a list are asked last: importing a library takes seconds.
+        """
+        self._lookups.append((lookup, names or tuple))
+        self._lookups.sort(key=lambda each: each[1] is tuple)
 
     def refuse(self, names: Mapping[str, str]) -> None:
         """Name classes of other libraries that have no counterpart here, each with what to do instead, for the message."""
@@ -419,8 +425,7 @@ class Registry:
             self._load(key)
         if key in self._modules:
             return self._modules[key]
-        # Last the libraries that do not list their names: importing one takes seconds.
-        for lookup, _ in sorted(self._lookups, key=lambda each: key not in each[1]()):
+        for lookup, _ in self._lookups:
             if found := lookup(key):
                 return found
         for entry_point in entry_points(self._entry_points):
@@ -444,19 +449,15 @@ class Registry:
         return sorted({*self._modules, *(entry_point.name for entry_point in entry_points(self._entry_points))})
 
 
-def entry_points(group: str | None) -> Iterable[importlib.metadata.EntryPoint]:
+def entry_points(group: str | None) -> Any:
     """The entry points of a group that installed packages have; those of no group are none."""
-    if group is None:
-        return ()
     # Installing a package changes its folder.
-    folders = [Path(folder) for folder in sys.path]
-    changed = tuple((folder, folder.stat().st_mtime_ns) for folder in folders if folder.exists())
-    found: Iterable[importlib.metadata.EntryPoint] = _installed_entry_points(changed).select(group=group)
-    return found
+    folders = tuple((folder, Path(folder).stat().st_mtime_ns) for folder in sys.path if Path(folder).exists())
+    return _installed_entry_points(folders).select(group=group) if group else ()
 
 
 @functools.lru_cache(maxsize=1)
-def _installed_entry_points(_folders: tuple[tuple[Path, int], ...]) -> Any:
+def _installed_entry_points(_folders: tuple[tuple[str, int], ...]) -> Any:
     return importlib.metadata.entry_points()
 
 

@@ -124,22 +124,21 @@ class Devices(Mapping[str, DeviceSpec]):
 
     def __getitem__(self, kind: str) -> DeviceSpec:
         if kind not in self._specs:
-            for entry_point in self._offered():
+            for entry_point in entry_points(self._entry_points):
                 if entry_point.name == kind:
                     return self.register(_checked(entry_point))
         return self._specs[kind]
 
     def __contains__(self, kind: object) -> bool:
-        return kind in self._specs or any(entry_point.name == kind for entry_point in self._offered())
+        return kind in self._specs or any(entry_point.name == kind for entry_point in entry_points(self._entry_points))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self._specs, *(entry_point.name for entry_point in self._offered())]))
+        return iter(
+            dict.fromkeys([*self._specs, *(entry_point.name for entry_point in entry_points(self._entry_points))])
+        )
 
     def __len__(self) -> int:
         return len(list(iter(self)))
-
-    def _offered(self) -> list[importlib.metadata.EntryPoint]:
-        return list(entry_points(self._entry_points))
 
 
 def _checked(entry_point: importlib.metadata.EntryPoint) -> DeviceSpec:

@@ -220,4 +220,4 @@ class PlannedMemoryHook(Hook):
 
 
 # A lookup, not a registration: ``env_cfg.plan`` is the way to it.
-HOOKS.add_lookup({"plan": PlannedMemoryHook}.get, lambda: ())
+HOOKS.add_lookup({"plan": PlannedMemoryHook}.get)

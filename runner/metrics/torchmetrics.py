@@ -104,4 +104,4 @@ def _torchmetric(name: str) -> Any:
     return None
 
 
-METRICS.add_lookup(_torchmetric, lambda: ())
+METRICS.add_lookup(_torchmetric)
