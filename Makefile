@@ -164,14 +164,14 @@ format: $(VENV)/.installed-dev
 
 # A stamp per set of extras: installed again only when pyproject.toml is newer. uv downloads and unpacks side by side, in 80 s what
 # takes pip 200; pip does it where uv cannot be had, or knows less than pip's own configuration. What most tests import is
-# compiled by all cores, the rest when it is imported. The status of compiling is not looked at: some packages have files that
+# compiled by all cores, without the packages' own tests and the like, the rest when it is imported. The status of compiling is not looked at: some packages have files that
 # are no Python of this version, and not all extras have all packages.
 COMPILED := torch torchvision deepspeed mmengine networkx numpy pandas peft scipy sklearn sympy torchmetrics
 EDITABLE = --constraint tests/tried.txt --editable '.[$*]'
 $(VENV)/.installed-%: pyproject.toml tests/tried.txt | $(VENV)/pyvenv.cfg
 	@echo "Installing flextrain[$*] into $(VENV); the first time this downloads torch, which takes a while"
 	@{ $(PIP) install --quiet uv && $(VENV)/bin/uv pip install --quiet --python $(PY) $(EDITABLE); } 2>/dev/null || $(PIP) install --quiet --no-compile $(EDITABLE)
-	@cd $(VENV)/lib/python3*/site-packages && $(abspath $(PY)) -m compileall -qq -j 0 $(COMPILED) || true
+	@cd $(VENV)/lib/python3*/site-packages && $(abspath $(PY)) -m compileall -qq -j 0 -x '/(tests?|_vendor|onnx)/' $(COMPILED) || true
 	@# Its grammar goes to a cache that it does not write in one piece: sessions of pytest beside each other would read half of it.
 	@case $* in dev) $(PY) -c 'import yapf' 2>/dev/null || true;; esac
 	@touch $@
