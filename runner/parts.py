@@ -252,6 +252,10 @@ def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_traini
         _finish(given, preprocessor, strategy, for_training=for_training)
         return given
     if isinstance(given, Mapping) and preprocessor is not None:
+        if given.get("data_preprocessor", preprocessor) != preprocessor:
+            logger.warning(
+                "data_preprocessor: model.data_preprocessor is another and is used, as in MMEngine; give one of them"
+            )
         given, preprocessor = {"data_preprocessor": preprocessor, **given}, None
     reads_nothing = strategy.building() is not NOTHING
 

@@ -189,10 +189,12 @@ def replay(
         epoch_length: iterations per epoch; None: epochs are alike.
     """
     own = [(scheduler, scheduler.optimizer, scheduler.verbose) for scheduler in schedulers]
+    own_initial = any(sets_initial_values(settings(scheduler)) for scheduler in schedulers)
     for scheduler in schedulers:
         scheduler.optimizer, scheduler.verbose = values, False
         scheduler.expect_step()
-        scheduler.base_values = [float(group[f"initial_{scheduler.param_name}"]) for group in values.param_groups]
+        if isinstance(scheduler, TorchScheduler) or not own_initial:  # otherwise each has begun with another value
+            scheduler.base_values = [float(group[f"initial_{scheduler.param_name}"]) for group in values.param_groups]
         if isinstance(scheduler, TorchScheduler):
             scheduler.start_from(scheduler.base_values)
     by_iter = [scheduler for scheduler in schedulers if not scheduler.by_epoch]

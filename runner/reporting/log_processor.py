@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import inspect
+import logging
 import math
 import re
 import time
@@ -16,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from ...core.base.config import Config, PositiveInt, check_call, validate
-from ...core.base.errors import ConfigError
+from ...core.base.errors import ConfigError, suggest
 from ...core.base.overriding import refuse_unused
 from ...core.device.device import memory_mb, memory_source
 from .history import HistoryBuffer, UnreadMean, check_statistic
@@ -24,6 +25,8 @@ from .message_hub import AVERAGED, MessageHub
 
 if TYPE_CHECKING:
     from ..run import Run
+
+logger = logging.getLogger("flextrain")
 
 Mode = Literal["train", "val", "test"]
 
@@ -123,11 +126,14 @@ class LogProcessor:
             if name in names[:i]:
                 raise ConfigError(f'log_processor.custom_cfg[{i}]: "{name[0]}" is logged twice, give another log_name')
         self._plans: dict[str, _Plan] = {}
+        self._is_validated = False
+        self._sought: set[tuple[str, str]] = set()  # entries and modes that have been looked for
         self._memory, self._memory_read = 0, -math.inf
 
     def prepare(self, runner: Run, mode: Mode) -> None:
         """Make the message hub keep as many values as the statistics of ``mode`` need."""
         hub, length = runner.message_hub, self._length(runner, mode)
+        self._is_validated = runner.val_loop is not None
         hub.retain_all(self.window_size)
         if mode != "train":
             hub.retain(f"{mode}/time", length)
@@ -276,13 +282,26 @@ class LogProcessor:
         if not self.custom:
             return tag
         values = dict(tag)
-        for cfg in self.custom:
+        for i, cfg in enumerate(self.custom):
+            self._warn_of_missing(hub, i, cfg, mode)
             if cfg.name in values and cfg.mode in ("", mode):
                 size = batch_idx + 1 if cfg.window_size == "epoch" else cfg.window_size
                 buffer = hub.get_scalar(f"{mode}/{cfg.name}")
                 size = min(size, len(buffer)) if isinstance(size, int) else None
                 tag[cfg.log_name or cfg.name] = _statistic(buffer, cfg, size)
         return tag
+
+    def _warn_of_missing(self, hub: MessageHub, i: int, cfg: CustomLog, mode: Mode) -> None:
+        """Say at the first line of a mode that an entry for it has no scalar; of all modes, at the first line of the last."""
+        is_due = cfg.mode == mode or (not cfg.mode and not (mode == "train" and self._is_validated))
+        if (cfg.data_src, mode) in self._sought or not is_due:
+            return
+        self._sought.add((cfg.data_src, mode))
+        modes = (mode,) if cfg.mode else ("train", "val", "test")
+        known = {key.partition("/")[2] for key in hub.log_scalars if key.startswith(modes)}
+        if cfg.name not in known:
+            hint = suggest(cfg.name, known) or f", there are {', '.join(sorted(known))}"
+            logger.warning(f'log_processor.custom_cfg[{i}].data_src: no scalar "{cfg.data_src}" so far{hint}')
 
     def _plan(self, hub: MessageHub, mode: Mode) -> _Plan:
         """Return which scalars to show and how; computed again only when the hub has a new scalar."""

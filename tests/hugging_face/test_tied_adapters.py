@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flextrain.cli import main
 from flextrain.testing import WorkerGroup
+from tests.runner.training import log_lines
 
 from .folders import model_of, runner_of, save_folder, whole_weights
 from .test_export import _logits, loaded
@@ -128,8 +129,10 @@ def test_what_is_merged_computes_what_the_run_computed(
     base = ["--base", str(folder)] if leaves_out else []
     command = ["checkpoint", "export", str(tmp_path / "run" / "iter_2")]
     assert main([*command, str(tmp_path / "merged"), "--merge", "--hf", *base]) == 0
-    assert main([*command, str(tmp_path / "merged.safetensors"), "--merge", *base]) == 0
+    with log_lines() as said:
+        assert main([*command, str(tmp_path / "merged.safetensors"), "--merge", *base]) == 0
     stays_tied = name in ("elsewhere", "both copies, tied", "both adapters, tied")
+    assert any("two after the merge" in line for line in said) is not stays_tied
     for written in ("live", "merged"):
         there = loaded(tmp_path / written)
         assert (_logits(there) - expected).abs().max() < 1e-6, written

@@ -26,6 +26,7 @@ POLY: dict[str, Any] = dict(type="PolyLR", by_epoch=False, begin=3, end=21, eta_
 STEP: dict[str, Any] = dict(type="StepLR", step_size=1, gamma=0.5)
 PLATEAU: dict[str, Any] = dict(type="ReduceOnPlateauLR", monitor="accuracy", rule="greater", patience=0)
 TORCH = "torch.optim.lr_scheduler:"
+SECOND_CYCLE: dict[str, Any] = dict(type="OneCycleLR", eta_max=0.1, by_epoch=False, begin=12, end=21)
 CASES: dict[str, tuple[Any, Any]] = {
     "longer": ([WARM_UP, COSINE], [WARM_UP, COSINE | dict(T_max=40)]),
     "higher-end": (COSINE, COSINE | dict(eta_min=0.05)),
@@ -40,6 +41,12 @@ CASES: dict[str, tuple[Any, Any]] = {
     "constant": (dict(type="ConstantLR", factor=0.5, end=2), dict(type="ConstantLR", factor=0.25, end=3)),
     "restarts": (COSINE, dict(type="CosineRestartLR", periods=[6, 30], restart_weights=[1.0, 0.5], by_epoch=False)),
     "one-cycle": (dict(type="OneCycleLR", eta_max=0.3, by_epoch=False), dict(type="OneCycleLR", eta_max=0.6, by_epoch=False)),
+    "first-of-two-cycles": ([dict(type="OneCycleLR", eta_max=0.3, by_epoch=False, end=12), SECOND_CYCLE],
+                            [dict(type="OneCycleLR", eta_max=0.6, by_epoch=False, end=12), SECOND_CYCLE]),
+    "second-of-two-cycles": ([dict(type="OneCycleLR", eta_max=0.3, by_epoch=False, end=12), SECOND_CYCLE],
+                             [dict(type="OneCycleLR", eta_max=0.3, by_epoch=False, end=12), SECOND_CYCLE | dict(eta_max=0.2)]),
+    "warm-up-before-a-cycle": ([WARM_UP | dict(start_factor=0.0, end=15), SECOND_CYCLE | dict(begin=15)],
+                               [WARM_UP | dict(start_factor=0.0, end=14), SECOND_CYCLE | dict(begin=15)]),
     "from-one-cycle": (dict(type="OneCycleLR", eta_max=0.3, by_epoch=False), COSINE),
     "momentum": (
         [COSINE, dict(type="LinearMomentum", by_epoch=False, end=9)],

@@ -28,6 +28,7 @@ from .training import (
     Watch,
     Weighted,
     differences,
+    log_lines,
     make_runner,
     validation,
     whole_state,
@@ -362,6 +363,18 @@ class Doubled(BaseDataPreprocessor):
 
 class Looking(SingleDeviceStrategy):
     """Computes the first batch before it is trained on, as context parallelism does."""
+
+
+@pytest.mark.parametrize("factor", [2.0, 3.0])
+def test_a_second_data_preprocessor_is_told(tmp_path: Path, factor: float) -> None:
+    model = dict(type=Preprocessed, data_preprocessor=dict(type="Doubler", factor=2.0))
+    with log_lines() as said:
+        runner = make_runner(
+            tmp_path, model=model, data_preprocessor=dict(type="Doubler", factor=factor), log_level="WARNING"
+        )
+        runner.train()
+    assert runner.strategy.module.data_preprocessor.factor == 2.0
+    assert any("model.data_preprocessor is another and is used" in line for line in said) is (factor != 2.0)
 
 
 @check_window.register(Looking)

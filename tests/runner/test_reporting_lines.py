@@ -13,7 +13,7 @@ import torch
 from flextrain import ConfigError
 from flextrain.runner.reporting import HistoryBuffer, LogProcessor, MessageHub, build_log_processor, log_processor
 
-from .training import refuses
+from .training import log_lines, refuses
 
 MEMORY_MB = 970.7
 
@@ -201,6 +201,29 @@ def test_custom_statistics(new_runner: Callable[..., Any]) -> None:
     assert record["loss_max"] == record["loss"] == 205.0
     assert record["lr"] == 1e-3 / 3
     assert "never" not in record
+
+
+def test_a_scalar_that_is_never_there_is_told(new_runner: Callable[..., Any]) -> None:
+    custom = [
+        {"data_src": name, "log_name": str(i)}
+        for i, name in enumerate(("los", "val/accurcy", "loss", "accuracy", "lr2"))
+    ]
+    processor = LogProcessor(custom_cfg=custom)
+    runner = seed_runner(new_runner, log_processor=processor)
+    with log_lines() as said:
+        processor.prepare(runner, "train")
+        train_iterations(runner, 10)
+        for _ in range(2):
+            processor.get_log_after_iter(runner, 9, "train")
+        assert not said  # each may be of the validation
+        runner.message_hub.update_scalar("val/accuracy", 97.5)
+        for _ in range(2):
+            processor.get_log_after_epoch(runner, 4, "val")
+    assert [line for line in said if "data_src" in line] == [
+        'log_processor.custom_cfg[0].data_src: no scalar "los" so far, did you mean "loss"?',
+        'log_processor.custom_cfg[1].data_src: no scalar "val/accurcy" so far, did you mean "accuracy"?',
+        'log_processor.custom_cfg[4].data_src: no scalar "lr2" so far, did you mean "lr"?',
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -24,6 +25,8 @@ from ..safetensors_file import write_safetensors
 from ..weights import BASE, COPIES, ORIGINAL, PREFIX, computed, is_adapter, name_in_base, open_weights, sources_of
 from .files import ExportedTensor, Pending, check_free, claimed, filled, local_folder
 from .weights import weights_to_export
+
+_logger = logging.getLogger("flextrain")
 
 KEY = "adapters"
 TRANSPOSED = "transposed_adapters"
@@ -167,6 +170,8 @@ def merged(
     with ExitStack() as stack:
         weights = _Weights(stack, source, weights_to_export(source, averaged, None), base)
         plan, aliases = _plan(weights, found)
+        if not found.config.get("ensure_weight_tying"):
+            _warn_of_untied(source, weights, {each.name for each in plan})
         values = {
             key: value for key, value in source.values.items() if key not in (_LEFT_OUT, _ALIASES, KEY, TRANSPOSED)
         }
@@ -176,6 +181,17 @@ def merged(
         infos = {key: weights.info(each.base) for key, each in by_key.items()}
         tensors = {key: TensorInfo(info.shape, info.dtype) for key, info in infos.items()}
         yield computed(source.path, tensors, values, lambda key: by_key[key].value(weights))
+
+
+def _warn_of_untied(source: Checkpoint, weights: _Weights, names: set[str]) -> None:
+    """Say which tied tensors the adapter has made two: a model that ties them takes only one of the two."""
+    pairs = {name_in_base(alias): name_in_base(first) for alias, first in weights.aliases.items()}
+    if apart := [(alias, first) for alias, first in pairs.items() if alias != first and {alias, first} <= names]:
+        alias, first = apart[0]
+        _logger.warning(
+            f"{source.path}: {first} and {alias} are one tensor in the model, and two after the merge, because an adapter has changed "
+            "one of them; only a model that does not tie them (tie_word_embeddings=False) computes the same"
+        )
 
 
 def _of_the_base(meta: Any) -> Any:
