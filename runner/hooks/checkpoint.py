@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...core.base.errors import ConfigError, counted, suggest
 from ...core.base.registry import HOOKS
-from ...core.checkpoint import as_path, make_writable, what_is_not_finite
+from ...core.checkpoint import as_path, is_checkpoint, make_writable, what_is_not_finite
+from ...core.checkpoint.directory import recover
+from ...core.checkpoint.folders import reaching
+from ...core.comm.agreement import told_by_rank_0
 from ..resume.saver import check_on_error
 from ..resume.weights import nonfinite_weights
 from .early_stopping import (
@@ -157,6 +160,10 @@ class BestScores:
     def set(self, key: str, score: float, checkpoint: str) -> None:
         """Record a new best value and its checkpoint."""
         self._entries[key] = {"score": score, "checkpoint": checkpoint}
+
+    def forget(self, key: str) -> None:
+        """Begin anew with a metric."""
+        del self._entries[key]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best values and their checkpoints."""
@@ -353,6 +360,8 @@ class CheckpointHook(Hook):
                 self.found_of_others, self._kept.others = {own[0] / name for name in found}, replaced
         self._has_looked = True
         self._kept.go_on(runner, self.out_dir(runner))
+        if self._best.wanted and self.best_scores:
+            self._forget_lost_ones(runner)
         if self._fast:
             self._fast.begin(runner, overwrite=self.overwrite)
 
@@ -410,6 +419,29 @@ class CheckpointHook(Hook):
         """Leave training: a later validation must not save. What the last complete checkpoint replaces is deleted."""
         self._is_training = self._has_ended = False
         self._saves.settle(runner, wait=False)
+
+    def _forget_lost_ones(self, runner: Run) -> None:
+        """Begin anew with metrics whose best checkpoint is gone; a collective.
+
+        A better one has replaced it after the checkpoint from which training goes on. It belongs to a future that was given up, and a
+        score without weights would keep later ones from being saved.
+        """
+        folders = {self.out_dir(runner)} | ({runner.resumed_from.parent} if runner.resumed_from else set())
+        names = {key: entry["checkpoint"] for key, entry in self.best_scores.items()}
+        lost = told_by_rank_0(
+            lambda: [key for key, name in names.items() if not any(_is_there(folder / name) for folder in folders)]
+        )
+        for key in lost:
+            score = self.best_scores[key]["score"]
+            runner.logger.warning(
+                f"CheckpointHook.save_best: {names[key]}, the best by {key} = {score:.4f}, is not in {self.out_dir(runner)} any more, as "
+                "after one that a later validation had saved; the best is looked for anew from here on"
+            )
+            self._best.forget(key)
+            for suffix in ("", f"_{key}"):
+                if Path(runner.message_hub.get_info(f"best_ckpt{suffix}", "")).name == names[key]:
+                    runner.message_hub.pop_info(f"best_score{suffix}")
+                    runner.message_hub.pop_info(f"best_ckpt{suffix}")
 
     def _position(self, runner: Run) -> dict[str, int]:
         return {"epoch": runner.epoch, "iter": runner.iter}
@@ -512,6 +544,12 @@ class CheckpointHook(Hook):
         """Continue from ``state_dict``."""
         self._kept.load_state_dict(state)
         self._best.load_state_dict(state["best"])
+
+
+def _is_there(path: Path) -> bool:
+    with reaching(path):
+        recover(path)
+        return is_checkpoint(path)
 
 
 def _show(runner: Run, infos: Mapping[str, Any]) -> Callable[[], None]:
