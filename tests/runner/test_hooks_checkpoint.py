@@ -411,8 +411,8 @@ def test_a_best_score_whose_checkpoint_is_gone_does_not_count(
     work = tmp_path / "work"
     checkpoints = with_checkpoints(interval=2, save_best="accuracy")
     five = {"by_epoch": True, "max_epochs": 5}
+    stopping = [StopAfter(35)]
     with pytest.raises(KeyboardInterrupt):
-        stopping = [StopAfter(35)]
         new_run(scores=[0.8, 0.1, 0.9], default_hooks=checkpoints, custom_hooks=stopping, train_cfg=five).train()
     assert saved(work) == ["best_accuracy_epoch_3", "epoch_2"]
     run = new_run(scores=[0.1, 0.7, 0.6, 0.5], default_hooks=checkpoints, train_cfg=five, resume=True)

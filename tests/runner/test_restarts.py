@@ -10,7 +10,6 @@ import pytest
 
 from flextrain import CheckpointError, Hook
 from flextrain.core.base.events import JOB, PROGRESS, RESTARTS, Progress, ProgressFile, read_events, read_progress
-
 from flextrain.runner.resume.choose_checkpoint import GoBack
 
 from .training import At, Samples, Stop, make_runner
