@@ -292,6 +292,7 @@ class CheckpointHook(Hook):
         self.filename_tmpl = _check_template(filename_tmpl, f"{where}.filename_tmpl") or f"{self._unit}_{{}}"
         self._out_dir = None if out_dir is None else as_path(out_dir)
         self._best = BestScores(save_best, rule, greater_keys, less_keys, where)
+        self._lost: list[str] = []  # metrics whose best checkpoint was gone when training began
         self._kept = KeptCheckpoints(self.filename_tmpl, max_keep_ckpts, keep_every, where)
         self._last: int | None = None
         self._last_failed = False
@@ -360,8 +361,7 @@ class CheckpointHook(Hook):
                 self.found_of_others, self._kept.others = {own[0] / name for name in found}, replaced
         self._has_looked = True
         self._kept.go_on(runner, self.out_dir(runner))
-        if self._best.wanted and self.best_scores:
-            self._forget_lost_ones(runner)
+        self._lost = self._lost_ones(runner) if self._best.wanted and self.best_scores else []
         if self._fast:
             self._fast.begin(runner, overwrite=self.overwrite)
 
@@ -420,28 +420,30 @@ class CheckpointHook(Hook):
         self._is_training = self._has_ended = False
         self._saves.settle(runner, wait=False)
 
-    def _forget_lost_ones(self, runner: Run) -> None:
-        """Begin anew with metrics whose best checkpoint is gone; a collective.
+    def _lost_ones(self, runner: Run) -> list[str]:
+        """Return the metrics whose best checkpoint is gone; a collective.
 
-        A better one has replaced it after the checkpoint from which training goes on. It belongs to a future that was given up, and a
-        score without weights would keep later ones from being saved.
+        A better one has replaced it after the checkpoint from which training goes on.
         """
         folders = {self.out_dir(runner)} | ({runner.resumed_from.parent} if runner.resumed_from else set())
         names = {key: entry["checkpoint"] for key, entry in self.best_scores.items()}
-        lost = told_by_rank_0(
+        return told_by_rank_0(
             lambda: [key for key, name in names.items() if not any(_is_there(folder / name) for folder in folders)]
         )
-        for key in lost:
-            score = self.best_scores[key]["score"]
+
+    def _forget_lost_ones(self, runner: Run, metrics: Mapping[str, Any]) -> None:
+        """Begin anew with metrics whose best checkpoint is gone, unless this validation is better: it may be the one that is repeated."""
+        better = {key for key, _ in self._best.improved(metrics)}
+        for key in self._lost:
+            if key in better:
+                continue
+            entry = self.best_scores[key]
             runner.logger.warning(
-                f"CheckpointHook.save_best: {names[key]}, the best by {key} = {score:.4f}, is not in {self.out_dir(runner)} any more, as "
-                "after one that a later validation had saved; the best is looked for anew from here on"
+                f"CheckpointHook.save_best: {entry['checkpoint']}, the best by {key} = {entry['score']:.4f}, is not in "
+                f"{self.out_dir(runner)} any more, as after one that a later validation had saved; the best is looked for anew"
             )
             self._best.forget(key)
-            for suffix in ("", f"_{key}"):
-                if Path(runner.message_hub.get_info(f"best_ckpt{suffix}", "")).name == names[key]:
-                    runner.message_hub.pop_info(f"best_score{suffix}")
-                    runner.message_hub.pop_info(f"best_ckpt{suffix}")
+        self._lost = []
 
     def _position(self, runner: Run) -> dict[str, int]:
         return {"epoch": runner.epoch, "iter": runner.iter}
@@ -456,6 +458,8 @@ class CheckpointHook(Hook):
 
     def _save_best_checkpoint(self, runner: Run, metrics: dict[str, Any]) -> None:
         number = runner.epoch if self.by_epoch else runner.iter
+        if self._lost:
+            self._forget_lost_ones(runner, metrics)
         for key, score in self._best.improved(metrics):
             name = f"best_{key}_{self.filename_tmpl.format(number)}".replace("/", "_")
             self._save_best(runner, key, score, name)
