@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -302,6 +303,17 @@ def _of_entries(held: dict[str, Any]) -> _Restore:
     return restore
 
 
+def _counts_of(module: nn.Module) -> dict[str, str]:
+    """Where each ``itertools.count`` stands that modules hold, by name."""
+    held = ((name, vars(part).items()) for name, part in module.named_modules())
+    return {
+        f"{name}.{key}".lstrip("."): repr(value)
+        for name, items in held
+        for key, value in items
+        if type(value) is itertools.count
+    }
+
+
 # Replay.
 
 
@@ -352,6 +364,7 @@ class Replay:
             return self._look(run_window, window, step)
         self._before = before = _Before(self._stepper, self._written)
         weights = {} if self._stepper.updates_itself else self._weights()
+        counts = {} if self.is_tried else _counts_of(self._stepper.module)
         pairs, quiet = 0, 0
         while True:
             _, first = self._run(run_window, [_copied(batch) for batch in window], step)
@@ -367,6 +380,7 @@ class Replay:
                 self.finding = _agreed(wrong, moved, self._stepper.module)
                 return outputs
             self._check_moved(moved)
+            self._check_counts(counts)
             pairs, quiet = pairs + 1, quiet + 1
             if self._learn(differing, first, second):
                 quiet = 0
@@ -473,6 +487,17 @@ class Replay:
             raise StrategyError(
                 f"ReplayHook: forward or backward has written to the weight {named[0]}, and did not in the update before; write to it in "
                 "every update, keep it in a buffer, or leave the hook out"
+            )
+
+    def _check_counts(self, before: Mapping[str, str]) -> None:
+        """Raise StrategyError, on every process, if this window has advanced what cannot be set back; a collective."""
+        now = _counts_of(self._stepper.module)
+        if named := [
+            name for own in _everyones([name for name in before if now.get(name) != before[name]]) for name in own
+        ]:
+            raise StrategyError(
+                f"ReplayHook: forward or backward has advanced {named[0]}, an itertools.count, which cannot be set back to run them again; "
+                "count with an integer or a buffer, or leave the hook out"
             )
 
     def _is_tolerated(self, key: _Key, first: _Trace, second: _Trace) -> bool:

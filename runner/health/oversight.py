@@ -118,9 +118,12 @@ def told_progress(run: Run) -> Iterator[None]:
 
 @contextmanager
 def _written_down(run: Run, path: str) -> Iterator[None]:
-    began, file = run.iter, ProgressFile(path)
+    began, first, file = run.iter, run.train_loop.start_iter, ProgressFile(path)
 
     def write(is_training: bool = True) -> None:
+        nonlocal began
+        if (last := run.train_loop.start_iter) != first:  # it goes on from another checkpoint, earlier perhaps
+            began = min(began, last)
         beat = " ".join(map(str, (*run.progress(), heartbeats()))) if is_training else ""
         file.write(Progress(run.work_dir, began, run.iter, beat))
 

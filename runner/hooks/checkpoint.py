@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...core.base.errors import ConfigError, counted, suggest
 from ...core.base.registry import HOOKS
-from ...core.checkpoint import as_path, make_writable, what_is_not_finite
+from ...core.checkpoint import as_path, is_checkpoint, make_writable, what_is_not_finite
+from ...core.checkpoint.directory import recover
+from ...core.checkpoint.folders import reaching
+from ...core.comm.agreement import told_by_rank_0
 from ..resume.saver import check_on_error
 from ..resume.weights import nonfinite_weights
 from .early_stopping import (
@@ -158,6 +161,10 @@ class BestScores:
         """Record a new best value and its checkpoint."""
         self._entries[key] = {"score": score, "checkpoint": checkpoint}
 
+    def forget(self, key: str) -> None:
+        """Begin anew with a metric."""
+        del self._entries[key]
+
     def state_dict(self) -> dict[str, Any]:
         """Return the best values and their checkpoints."""
         return {key: dict(entry) for key, entry in self._entries.items()}
@@ -285,6 +292,7 @@ class CheckpointHook(Hook):
         self.filename_tmpl = _check_template(filename_tmpl, f"{where}.filename_tmpl") or f"{self._unit}_{{}}"
         self._out_dir = None if out_dir is None else as_path(out_dir)
         self._best = BestScores(save_best, rule, greater_keys, less_keys, where)
+        self._lost: list[str] = []  # metrics whose best checkpoint was gone when training began
         self._kept = KeptCheckpoints(self.filename_tmpl, max_keep_ckpts, keep_every, where)
         self._last: int | None = None
         self._last_failed = False
@@ -353,6 +361,7 @@ class CheckpointHook(Hook):
                 self.found_of_others, self._kept.others = {own[0] / name for name in found}, replaced
         self._has_looked = True
         self._kept.go_on(runner, self.out_dir(runner))
+        self._lost = self._lost_ones(runner) if self._best.wanted and self.best_scores else []
         if self._fast:
             self._fast.begin(runner, overwrite=self.overwrite)
 
@@ -411,6 +420,31 @@ class CheckpointHook(Hook):
         self._is_training = self._has_ended = False
         self._saves.settle(runner, wait=False)
 
+    def _lost_ones(self, runner: Run) -> list[str]:
+        """Return the metrics whose best checkpoint is gone; a collective.
+
+        A better one has replaced it after the checkpoint from which training goes on.
+        """
+        folders = {self.out_dir(runner)} | ({runner.resumed_from.parent} if runner.resumed_from else set())
+        names = {key: entry["checkpoint"] for key, entry in self.best_scores.items()}
+        return told_by_rank_0(
+            lambda: [key for key, name in names.items() if not any(_is_there(folder / name) for folder in folders)]
+        )
+
+    def _forget_lost_ones(self, runner: Run, metrics: Mapping[str, Any]) -> None:
+        """Begin anew with metrics whose best checkpoint is gone, unless this validation is better: it may be the one that is repeated."""
+        better = {key for key, _ in self._best.improved(metrics)}
+        for key in self._lost:
+            if key in better:
+                continue
+            entry = self.best_scores[key]
+            runner.logger.warning(
+                f"CheckpointHook.save_best: {entry['checkpoint']}, the best by {key} = {entry['score']:.4f}, is not in "
+                f"{self.out_dir(runner)} any more, as after one that a later validation had saved; the best is looked for anew"
+            )
+            self._best.forget(key)
+        self._lost = []
+
     def _position(self, runner: Run) -> dict[str, int]:
         return {"epoch": runner.epoch, "iter": runner.iter}
 
@@ -424,6 +458,8 @@ class CheckpointHook(Hook):
 
     def _save_best_checkpoint(self, runner: Run, metrics: dict[str, Any]) -> None:
         number = runner.epoch if self.by_epoch else runner.iter
+        if self._lost:
+            self._forget_lost_ones(runner, metrics)
         for key, score in self._best.improved(metrics):
             name = f"best_{key}_{self.filename_tmpl.format(number)}".replace("/", "_")
             self._save_best(runner, key, score, name)
@@ -512,6 +548,12 @@ class CheckpointHook(Hook):
         """Continue from ``state_dict``."""
         self._kept.load_state_dict(state)
         self._best.load_state_dict(state["best"])
+
+
+def _is_there(path: Path) -> bool:
+    with reaching(path):
+        recover(path)
+        return is_checkpoint(path)
 
 
 def _show(runner: Run, infos: Mapping[str, Any]) -> Callable[[], None]:

@@ -92,7 +92,9 @@ def left_out_since(run: Run, path: Path, iteration: int) -> list[LeftOut]:
     """
     found: list[LeftOut] = []
     for event in read_events(run.work_dir):
-        if event["event"] == "saved" and event.get("iter") == iteration and as_path(event["path"]).name == path.name:
+        begins_anew = event["event"] == "started" and event.get("iter") == 0
+        is_saved = event["event"] == "saved" and event.get("iter") == iteration
+        if begins_anew or (is_saved and as_path(event["path"]).name == path.name):
             found = []
         if event["event"] == _EVENT and event.get("back_to") == iteration:
             found += [LeftOut(**span) for span in event["left_out"]]

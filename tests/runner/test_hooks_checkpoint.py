@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from flextrain import CheckpointError, ConfigError, FlexibleRunner, Hook
+from flextrain.core.checkpoint import remove_checkpoint
 from flextrain.runner.hooks import CheckpointHook
 from flextrain.runner.hooks.checkpoint import BestScores
 from flextrain.testing import WorkerGroup
@@ -401,6 +402,43 @@ def test_the_best_of_a_future_that_was_given_up_does_not_count(
     run = new_run(scores=[0.5, 0.7, 0.6], default_hooks=checkpoints, resume=str(work / "epoch_1"))
     run.train()
     assert run.message_hub.get_info("best_score") == 0.7
+
+
+def test_a_best_score_whose_checkpoint_is_gone_does_not_count(
+    new_run: Callable[..., FlexibleRunner], tmp_path: Path
+) -> None:
+    """The run was resumed from before the validation whose better checkpoint had replaced it."""
+    work = tmp_path / "work"
+    checkpoints = with_checkpoints(interval=2, save_best="accuracy")
+    five = {"by_epoch": True, "max_epochs": 5}
+    stopping = [StopAfter(35)]
+    with pytest.raises(KeyboardInterrupt):
+        new_run(scores=[0.8, 0.1, 0.9], default_hooks=checkpoints, custom_hooks=stopping, train_cfg=five).train()
+    assert saved(work) == ["best_accuracy_epoch_3", "epoch_2"]
+    run = new_run(scores=[0.1, 0.7, 0.6, 0.5], default_hooks=checkpoints, train_cfg=five, resume=True)
+    with log_lines() as lines:
+        run.train()
+    (said,) = (line for line in lines if "CheckpointHook.save_best" in line)
+    assert "best_accuracy_epoch_1, the best by accuracy = 0.8000, is not in" in said
+    assert run.message_hub.get_info("best_score") == 0.7
+    assert (work / "best_accuracy_epoch_3" / "manifest.json").is_file()
+    assert run.message_hub.get_info("best_ckpt") == str(work / "best_accuracy_epoch_3")
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_the_best_of_a_run_that_goes_on_elsewhere_counts_while_it_is_there(
+    new_run: Callable[..., FlexibleRunner], tmp_path: Path, gone: bool
+) -> None:
+    checkpoints = with_checkpoints(interval=2, save_best="accuracy")
+    new_run(scores=[0.8, 0.1], default_hooks=checkpoints, train_cfg={"by_epoch": True, "max_epochs": 2}).train()
+    if gone:
+        remove_checkpoint(tmp_path / "work" / "best_accuracy_epoch_1")
+    elsewhere = tmp_path / "elsewhere"
+    source = str(tmp_path / "work" / "epoch_2")
+    run = new_run(elsewhere, scores=[0.1, 0.7], default_hooks=checkpoints, resume=source)
+    run.train()
+    assert run.message_hub.get_info("best_score") == (0.7 if gone else 0.8)
+    assert (elsewhere / "best_accuracy_epoch_3").is_dir() == gone
 
 
 def test_the_best_of_another_run_in_the_same_folder_does_not_count(

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from flextrain import ConfigError, OptimWrapper
 from flextrain.core.base.errors import LossSpikeError, NonFiniteError
 from flextrain.core.base.events import read_events
-from flextrain.core.checkpoint import Checkpoint, complete_ones, find_latest
+from flextrain.core.checkpoint import Checkpoint, complete_ones, find_latest, remove_checkpoint
 from flextrain.runner.hooks import Hook
 from flextrain.runner.hooks.loss_spike import SpikeDetector
 from flextrain.runner.resume.choose_checkpoint import GoBack
@@ -314,6 +314,20 @@ def test_the_best_checkpoint_of_the_same_update_does_not_hide_what_is_left_out(t
     again, found = run(tmp_path / "first", data, resume=True)
     assert again == whole[0][55:]
     assert differences(found, whole[1]) == []
+
+
+def test_a_run_that_begins_anew_leaves_out_nothing_of_the_one_before(tmp_path: Path) -> None:
+    """Its checkpoint in memory, of which events.jsonl says nothing, has the update to which the other run went back."""
+    work, clean = tmp_path / "work", Poisoned(400, range(0))
+    run(work, Poisoned(400, BAD))
+    for path in work.glob("iter_*"):
+        remove_checkpoint(path)
+    (work / "latest").unlink()
+    tier = dict(by_epoch=False, interval=70, fast_dir=tmp_path / "fast", fast_interval=40)
+    options = dict(default_hooks=dict(checkpoint=tier))
+    run(work, clean, **options, custom_hooks=[StopAt(45)])
+    again, _ = run(work, clean, **options, custom_hooks=[], resume=True)
+    assert again == [list(range(4 * i, 4 * i + 4)) for i in range(40, 80)]
 
 
 class Late(OptimWrapper):

@@ -576,9 +576,21 @@ class Steps(Net):
         return super().forward(index, x, y, mode)
 
 
+class Counts(Net):
+    """Computes in another way from its ninth call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = count()
+
+    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
+        return super().forward(index, x if next(self.calls) < 8 else 2 * x, y, mode)
+
+
 @pytest.mark.parametrize(
     "model, message",
     [
+        (Counts, "forward or backward has advanced calls, an itertools.count, which cannot be set back"),
         (Coarse, "when forward and backward are run again: the model, or what it calls, keeps state"),
         (Steps, "forward or backward has written to the weight net.0.weight, and did not in the update before"),
     ],

@@ -10,8 +10,9 @@ import pytest
 
 from flextrain import CheckpointError, Hook
 from flextrain.core.base.events import JOB, PROGRESS, RESTARTS, Progress, ProgressFile, read_events, read_progress
+from flextrain.runner.resume.choose_checkpoint import GoBack
 
-from .training import Samples, make_runner
+from .training import At, Samples, Stop, make_runner
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -105,6 +106,26 @@ def test_the_last_update_is_what_the_progress_file_says_in_the_end(
         if thread.name == "flextrain-monitor":
             thread.join(30)
     assert read_progress(tmp_path / "progress").iter == 4
+
+
+def test_updates_after_going_back_are_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run begins with update 5, goes back to update 2, and ends before it is where it began."""
+    make_runner(tmp_path / "run", **iterations(4)).train()
+    monkeypatch.setenv(PROGRESS, str(tmp_path / "progress"))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+
+    def leave(runner: Any, *args: Any, **kwargs: Any) -> None:
+        if runner.iter == 4:
+            raise GoBack(tmp_path / "run" / "iter_2", "a test")
+        if runner.iter == 3:
+            raise Stop
+
+    with pytest.raises(Stop):
+        make_runner(
+            tmp_path / "run", custom_hooks=[At("after_train_iter", leave)], resume=True, **iterations(9)
+        ).train()
+    told = read_progress(tmp_path / "progress")
+    assert (told.began, told.iter) == (2, 3)
 
 
 class Broken(Samples):
