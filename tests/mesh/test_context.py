@@ -668,9 +668,19 @@ def test_the_first_batch_is_compared_at_both_ends() -> None:
     )
     found = batches.excerpt(dict(where=where, mask=torch.ones(3, 40), ends=where < 35, other=where), 16)
     assert found["where"][1].tolist() == [*range(8), *range(32, 40)]
-    assert found["mask"][1].tolist() == [1.0] * 14 + [0.0] * 2
-    assert found["ends"].sum(1).tolist() == [11] * 3
+    assert found["mask"][0].tolist() == [1.0] * 12 + [0.0, 1.0] * 2
+    assert found["mask"][1].tolist() == [1.0] * 8 + [0.0, 1.0] * 4
+    assert found["ends"].sum(1).tolist() == [9, 7, 9]
     assert found["other"] is where
+
+
+def test_an_excerpt_has_something_of_a_mask_in_the_middle() -> None:
+    mask = torch.zeros(3, 40)
+    mask[:, 20:30] = 1
+    batches = SequenceBatches({"ids": 1, "mask": 1}, None, lambda length: SequenceShards(length, 2, True), 0)
+    found = batches.excerpt(dict(ids=torch.arange(2, 42).expand(3, 40), mask=mask), 16)
+    assert found["ids"][0].tolist() == [*range(21, 29), *range(34, 42)]
+    assert found["mask"][0].tolist() == [0.0, *[1.0] * 3, 0.0, 1.0, 0.0, 1.0, *[0.0] * 8]
 
 
 def refused(models: Mapping[str, Callable[[], nn.Module]]) -> dict[str, str]:

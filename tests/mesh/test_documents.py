@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain import MeshStrategy
+from flextrain import MeshStrategy, OptimWrapper
 from flextrain.core.base.errors import StrategyError
 from flextrain.core.comm import collectives as dist
 from flextrain.strategies.mesh.context.batches import SequenceBatches, SequenceShards
@@ -158,6 +158,104 @@ class Regularised(Plain):
         return {"loss": loss + 0.1 * logits.logsumexp(-1).square().mean()}
 
 
+class MeanOfSamples(Plain):
+    """Its loss is a mean over samples, whose own is over their labels that count."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        logits = super().forward(input_ids, None, position_ids)
+        assert isinstance(logits, Tensor)
+        counts = labels != -100
+        found = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        return {"loss": -((found * counts).sum(1) / counts.sum(1)).mean()}
+
+
+class MeanOfAll(Plain):
+    """Its loss is divided by the number of all labels, whether they count or not."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        logits = super().forward(input_ids, None, position_ids)
+        assert isinstance(logits, Tensor)
+        found = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        return {"loss": -(found * (labels != -100)).mean()}
+
+
+class TwoTargets(Plain):
+    """Its loss is the sum of two means, over targets of their own."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None, others: Any = None) -> Any:
+        logits = super().forward(input_ids, None, position_ids)
+        assert isinstance(logits, Tensor)
+        loss = torch.nn.functional.cross_entropy
+        return {"loss": loss(logits.mT, labels) + loss(-logits.mT, others)}
+
+
+def _ignoring(*rows: Sequence[int], others: Sequence[Sequence[int]] = ()) -> dict[str, Tensor]:
+    """A batch of two samples without the labels at some positions of each."""
+    batch = sample("plain", 2, 0)
+    found = {"labels": (batch["labels"], rows), **({"others": (batch["input_ids"], others)} if others else {})}
+    for key, (targets, left_out) in found.items():
+        batch[key] = targets.clone()
+        for row, positions in zip(batch[key], left_out, strict=True):
+            row[list(positions)] = -100
+    return batch
+
+
+END, ENDS, UNEVEN = [-1], [0, 4], [-4, -3, -1]  # those of one process, of both, of one
+SHARES: dict[str, tuple[type[nn.Module], Sequence[dict[str, Tensor]], str]] = {
+    "samples": (
+        MeanOfSamples,
+        [_ignoring([], []), _ignoring(END, END), _ignoring(END, UNEVEN)],
+        "for one sample than for another",
+    ),
+    "samples, not all at first": (
+        MeanOfSamples,
+        [_ignoring(END, END), _ignoring(UNEVEN, UNEVEN), _ignoring(END, UNEVEN)],
+        "for one sample than for another",
+    ),
+    "keys": (
+        TwoTargets,
+        [
+            _ignoring(END, END, others=[END, END]),
+            _ignoring(END, UNEVEN, others=[UNEVEN, END]),
+            _ignoring(UNEVEN, UNEVEN, others=[END, END]),
+        ],
+        "for one key than for another",
+    ),
+    "all": (MeanOfAll, [_ignoring(ENDS, ENDS)], "and where other ones do not count"),
+}
+
+
+def by_shares(name: str) -> tuple[list[float], list[float], str]:
+    """In a worker: losses of batches, those of one process, and what is said of the last one."""
+    torch.set_num_threads(1)
+    model, batches, _ = SHARES[name]
+    strategy = MeshStrategy(device=DEVICE, cp=2, cp_keys={"others": 1} if model is TwoTargets else None)
+    strategy.join()
+    torch.manual_seed(7)
+    built, optim = strategy.setup(model(), OptimWrapper(dict(type="SGD", lr=1e-9)))
+    found, message = [], ""
+    try:
+        for batch in batches:
+            found += train(strategy, built, optim, [[batch]]).losses  # type: ignore[arg-type]
+    except StrategyError as error:
+        message = str(error)
+    strategy.leave()
+    dist.destroy_process_group()
+    torch.manual_seed(7)
+    alone = model()
+    return found, [float(alone(**batch)["loss"].detach()) for batch in batches], message
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", SHARES)
+def test_shares_of_labels_that_count_are_those_that_were_compared(workers2: WorkerGroup, name: str) -> None:
+    """A factor weighs the loss of a process. It is no such loss if samples, or targets of two kinds, have factors of their own."""
+    for found, expected, message in workers2.run(by_shares, name):
+        assert found == pytest.approx(expected[:-1], rel=1e-5)
+        assert message.startswith("batch: has targets of -100, ")
+        assert SHARES[name][2] in message
+
+
 def counting(model: type[nn.Module]) -> tuple[list[float], str]:
     """In a worker: losses of an update in which all labels count, and of two in which some do not; and what is said of these."""
     torch.set_num_threads(1)
@@ -212,7 +310,7 @@ def test_labels_that_do_not_count_in_a_later_evaluation(workers2: WorkerGroup) -
     for done, message in workers2.run(counting_in_evaluation, Regularised):
         assert done == 2
         assert message.startswith(
-            "batch: has targets of -100, the first one had none, and where some do not count, model: over strategy.cp=2 "
+            "batch: has targets of -100, and where other ones do not count, model: over strategy.cp=2 "
         )
     assert workers2.run(counting_in_evaluation, Plain) == [(3, ""), (3, "")]
 
@@ -222,7 +320,7 @@ def test_labels_that_do_not_count_after_some_that_all_did(workers2: WorkerGroup)
     for losses, message in workers2.run(counting, Regularised):
         assert len(losses) == 2
         assert message.startswith(
-            "batch: has targets of -100, the first one had none, and where some do not count, model: over strategy.cp=2 "
+            "batch: has targets of -100, and where other ones do not count, model: over strategy.cp=2 "
         )
     for losses, message in workers2.run(counting, Plain):
         assert (len(losses), message) == (4, "")

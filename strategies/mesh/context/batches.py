@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,7 @@ class CutBatch(dict[str, Any]):
 
     Attributes:
         whole: the batch.
+        completed: the same with shifted labels, see ``SequenceBatches``.
         shards: the division of its sequences; of a model with an encoder and a decoder those of the decoder.
         of_encoder: that of the encoder's sequences; None: the model has one sequence.
         size: number of its samples; None if sequences are along the first dimension.
@@ -92,6 +93,7 @@ class CutBatch(dict[str, Any]):
     """
 
     whole: Mapping[str, Any]
+    completed: Mapping[str, Any]
     shards: SequenceShards
     of_encoder: SequenceShards | None
     size: int | None
@@ -116,6 +118,21 @@ class CutBatch(dict[str, Any]):
         return self.shards.count * self.count / self.total if self.total else 1.0
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What is wrong with what a model gives for some batches, and not for the first one.
+
+    Attributes:
+        problem: in words.
+        targets: keys of the targets of which it is told.
+        of: each "sample", or each "key" of targets, needs the same share of those that count on a process; None: nothing helps.
+    """
+
+    problem: str
+    targets: Sequence[str]
+    of: str | None
+
+
 @dataclass
 class SequenceBatches:
     """Cuts batches.
@@ -130,7 +147,7 @@ class SequenceBatches:
         divides: the loss is a sum divided by ``num_items_in_batch`` where the batch has it.
         loss_weight: the model's, see Weighing; None: it has none.
         decoder_inputs: gives ``decoder_input_ids`` for labels, of a model with an encoder and a decoder; None: it has one sequence.
-        needs_all: in training (True) and in evaluation, what is wrong with what the model gives where some targets do not count, if that
+        needs: in training (True) and in evaluation, what is wrong with what the model gives where other targets do not count, if that
             was found.
     """
 
@@ -143,7 +160,7 @@ class SequenceBatches:
     divides: bool = False
     loss_weight: Callable[[Any], Any] | None = None
     decoder_inputs: Callable[[Tensor], Tensor] | None = None
-    needs_all: dict[bool, str | None] = field(default_factory=dict)
+    needs: dict[bool, Sequence[Needs]] = field(default_factory=dict)
 
     def cut(self, batch: Any) -> CutBatch:
         """Return this process's shard of a batch.
@@ -165,7 +182,8 @@ class SequenceBatches:
         cut = CutBatch({key: value for key, value in whole.items() if key not in dims})
         for key, dim in dims.items():
             cut[key] = self.shards(lengths[key]).cut(whole[key], dim, self.index).contiguous()
-        cut.whole, cut.shards, cut.dim, cut.dims = batch, shards, dims[main] % whole[main].ndim, dims
+        cut.whole, cut.completed = batch, whole
+        cut.shards, cut.dim, cut.dims = shards, dims[main] % whole[main].ndim, dims
         cut.of_encoder = self.shards(lengths[mains[1]]) if len(mains) > 1 else None
         cut.documents, cut.is_full = documents, _are_full([whole.get(key) for key in self._masks])
         cut.size = whole[main].shape[0] if cut.dim else None
@@ -224,15 +242,14 @@ class SequenceBatches:
     def excerpt(self, batch: Mapping[str, Any], length: int) -> dict[str, Any]:
         """Return a batch with ``length`` positions of each sequence, from its start and its end: padding may be at either.
 
-        If possible, some of them count in the loss. In a mask that is 1 everywhere, the last ones are 0: another batch may
-        have such, and processes then differ in how much counts.
+        If possible, some of them count in the loss. In a mask of 0 and 1 some of the last ones are 0: another batch may have such,
+        and processes then differ in how much counts.
         """
         whole: dict[str, Any] = dict(batch)
         dims = {key: dim for key in whole if (dim := self._dim(key)) is not None and isinstance(whole[key], Tensor)}
-        ignoring, first = self._ignoring(whole, dims), 0
-        if ignoring is not None and bool((counted := _counted(whole[ignoring], dims[ignoring])).any()):
-            # Labels that are not shifted yet belong to the position before them.
-            first = int(counted.reshape(-1, counted.shape[-1]).any(0).nonzero()[0]) - 1
+        other = (self.positions, *self._masks)
+        masks = [key for key in dims if key not in other and bool(((whole[key] == 0) | (whole[key] == 1)).all())]
+        first = self._first_counting(whole, dims, masks, length)
         dims |= {key: 1 for key in self._masks if isinstance(whole.get(key), Tensor)}
         found: dict[str, Tensor] = {}
         for key, dim in dims.items():
@@ -241,29 +258,71 @@ class SequenceBatches:
             tail, start = some // 2, max(0, min(first if self._is_of_loss(key) else 0, full - some))
             ends = (start, some - tail), (full - tail, tail)
             found[key] = torch.cat([whole[key].narrow(dim, *end) for end in ends], dim)
-            if key not in self._masks and bool((found[key] == 1).all()):
-                few = some // (4 * self._count)
-                found[key].narrow(dim, some - few, few).zero_()
+            if key in masks:
+                counted = (found[key] == 1).movedim(dim, -1)
+                found[key].movedim(dim, -1)[_some_of_last(counted, self._few(some), by_row=True)] = 0
         return {**whole, **found}
 
-    def with_ignored(self, batch: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-        """Return a batch in which the last targets do not count, so that processes differ in how many do."""
+    def _first_counting(
+        self, whole: Mapping[str, Any], dims: Mapping[str, int], masks: Collection[str], length: int
+    ) -> int:
+        """Return the position at which an excerpt begins, so that it has targets which count, as far as the batch says it."""
+        ignoring = self._ignoring(whole, dims)
+        said = {key: whole[key] == 1 for key in masks} if ignoring is None else {ignoring: whole[ignoring] != IGNORED}
+        for key, marked in said.items():
+            by_row = marked.movedim(dims[key], -1)
+            half = min(length, by_row.shape[-1]) // 2
+            at_ends = bool(by_row[..., :half].any() or by_row[..., by_row.shape[-1] - half :].any())
+            where = by_row.reshape(-1, by_row.shape[-1]).any(0).nonzero()
+            if len(where) and (key == ignoring or not at_ends):
+                # Labels that are not shifted yet belong to the position before them.
+                return int(where[0]) - 1
+        return 0
+
+    def _few(self, length: int) -> int:
+        return max(1, length // (4 * self._count))
+
+    def with_ignored(self, batch: Mapping[str, Any], keys: Sequence[str], of: str | None = None) -> dict[str, Any]:
+        """Return a batch in which some of the last targets do not count, so that processes differ in how many do.
+
+        Args:
+            of: "sample" or "key": these differ too.
+        """
         whole = dict(batch)
-        for key in keys:
+        for number, key in enumerate(keys):
             dim = self._dim(key)
             assert dim is not None
             whole[key] = whole[key].clone()
-            length = whole[key].shape[dim]
-            few = max(1, length // (4 * self._count))
-            whole[key].narrow(dim, length - few, few).fill_(IGNORED)
+            few = self._few(whole[key].shape[dim]) * (1 + number if of == "key" else 1)
+            whole[key].movedim(dim, -1)[_some_of_last(_counted(whole[key], dim), few, by_row=of == "sample")] = IGNORED
         return whole
 
     def check_counting(self, batch: CutBatch, training: bool) -> None:
         """Raise StrategyError for a batch with targets that do not count, if what the model gives would not be that of one process."""
-        if (problem := self.needs_all.get(training)) is not None and not batch.counts_all:
-            raise StrategyError(
-                f"batch: has targets of {IGNORED}, the first one had none, and where some do not count, {problem}"
-            )
+        for needs in () if batch.counts_all else self.needs.get(training, ()):
+            if needs.of is None:
+                raise StrategyError(
+                    f"batch: has targets of {IGNORED}, and where other ones do not count, {needs.problem}"
+                )
+            if self._differ(batch, needs):
+                raise StrategyError(
+                    f"batch: has targets of {IGNORED}, with another share of those that count on a process for one {needs.of} than for "
+                    f"another, and then {needs.problem}"
+                )
+
+    def _differ(self, batch: CutBatch, needs: Needs) -> bool:
+        """Whether a process has other shares of the targets that count of one sample, or key, than of another."""
+        found = []  # by key: (samples, processes)
+        for key in needs.targets:
+            target = batch.completed.get(key)
+            if isinstance(target, Tensor) and target.shape[batch.dims[key]] == batch.shards.length:
+                counted = _counted(target, batch.dims[key])
+                shards = [batch.shards.cut(counted, -1, index).sum(-1) for index in range(self._count)]
+                found.append(torch.stack(shards, -1).reshape(-1, self._count))
+        if needs.of == "key" and found:
+            found = [torch.stack([each.sum(0) for each in found])]
+        # In whole numbers: a / b == c / d.
+        return any(bool((each * each.sum() != each.sum(0) * each.sum(-1, keepdim=True)).any()) for each in found)
 
     @property
     def _masks(self) -> Sequence[str]:
@@ -423,6 +482,18 @@ class SequenceBatches:
 def _are_full(masks: Sequence[Tensor | None]) -> bool:
     given = [mask for mask in masks if mask is not None]
     return bool(given) and all(bool(mask.all()) for mask in given)
+
+
+def _some_of_last(counted: Tensor, few: int, *, by_row: bool = False) -> Tensor:
+    """(..., positions) of bool: every second one of the last that count, so that hardly any shard is left without.
+
+    Args:
+        few: how many of every row.
+        by_row: of every second row twice as many.
+    """
+    rest = counted.flip(-1).cumsum(-1).flip(-1)
+    rows = torch.arange(rest[..., 0].numel(), device=rest.device).view(rest.shape[:-1])[..., None]
+    return counted & (rest % 2 == 0) & (rest <= 2 * few * (1 + (rows % 2 if by_row else 0)))
 
 
 def _counted(targets: Tensor, dim: int) -> Tensor:

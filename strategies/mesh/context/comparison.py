@@ -24,7 +24,7 @@ from ...base import EvalStep, TrainStep
 from ..experts import Dispatch
 from ..first_batch import differentiated, differing, drawn_once, trying
 from .attention import SequenceAttention
-from .batches import IGNORED, CutBatch, SequenceBatches, gather_outputs
+from .batches import IGNORED, CutBatch, Needs, SequenceBatches, gather_outputs
 from .transformers import Interception, TransformersModel
 
 # MixedPositions: follows positions through the operations of a forward, to find what combines several of them beside
@@ -519,19 +519,26 @@ class OneProcessComparison:
     def _check(
         self, whole: dict[str, Any], cut: CutBatch, step: Any, compared: Callable[..., str | None], is_training: bool
     ) -> None:
-        """Raise what ``compared`` finds wrong; note what it finds with some targets that do not count, where all do."""
+        """Raise what ``compared`` finds wrong; note what it finds where fewer targets count, as in another batch."""
         if problem := compared(whole, cut, step):
             raise StrategyError(problem)
-        if targets := self._all_counting(cut):
-            fewer = self._batches.with_ignored(whole, targets)
-            problems = dist.all_gather_object(compared(fewer, self._batches.cut(fewer), step))
-            self._batches.needs_all[is_training] = next(filter(None, problems), None)
+        targets = self._targets(cut)
 
-    def _all_counting(self, cut: CutBatch) -> list[str]:
-        """The keys of targets of which all count in this batch, on some process, and may not in another one; a collective."""
+        def without_some(of: str | None) -> str | None:
+            fewer = self._batches.with_ignored(whole, targets, of)
+            problems = dist.all_gather_object(compared(fewer, self._batches.cut(fewer), step))
+            return next(filter(None, problems), None)
+
+        kinds = ["sample", "key"][: min(len(targets), 2)]
+        needs = [Needs(problem, targets, kind) for kind in kinds if (problem := without_some(kind))]
+        if needs and (problem := without_some(None)):
+            needs = [Needs(problem, targets, None)]
+        self._batches.needs[is_training] = needs
+
+    def _targets(self, cut: CutBatch) -> list[str]:
+        """The keys of targets of which some may not count, on some process; a collective."""
         own = [key for key in cut.dims if storage_key(cut[key]) in self._following.targets]
-        everyones = dist.all_gather_object(own if cut.counts_all else [])
-        return sorted({key for keys in everyones for key in keys})
+        return sorted({key for keys in dist.all_gather_object(own) for key in keys})
 
     def _compared(self, whole: dict[str, Any], cut: CutBatch, step: TrainStep) -> str | None:
         """Return what is wrong with the loss or its gradients, see ``of_training``."""
