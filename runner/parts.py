@@ -246,16 +246,20 @@ def _refuse_reading(*given: Any, error: Exception | None = None, **options: Any)
     ) from error
 
 
+def _tell_of_two(model: Mapping[str, Any], preprocessor: Any) -> None:
+    if "data_preprocessor" in model and repr(model["data_preprocessor"]) != repr(preprocessor):
+        logger.warning(
+            "data_preprocessor: model.data_preprocessor is another and is used, as in MMEngine; give one of them"
+        )
+
+
 def build_model(given: Any, preprocessor: Any, strategy: Strategy, *, for_training: bool) -> nn.Module:
     """Build the user's module from a module, a configuration or a function, in the strategy's ``building``."""
     if isinstance(given, nn.Module):
         _finish(given, preprocessor, strategy, for_training=for_training)
         return given
     if isinstance(given, Mapping) and preprocessor is not None:
-        if given.get("data_preprocessor", preprocessor) != preprocessor:
-            logger.warning(
-                "data_preprocessor: model.data_preprocessor is another and is used, as in MMEngine; give one of them"
-            )
+        _tell_of_two(given, preprocessor)
         given, preprocessor = {"data_preprocessor": preprocessor, **given}, None
     reads_nothing = strategy.building() is not NOTHING
 

@@ -239,6 +239,8 @@ class CheckpointHook(Hook):
     """
 
     priority = "VERY_LOW"
+    _lost: Sequence[str] = ()
+    """Metrics whose best checkpoint was gone when training began."""
 
     def __init__(
         self,
@@ -292,7 +294,6 @@ class CheckpointHook(Hook):
         self.filename_tmpl = _check_template(filename_tmpl, f"{where}.filename_tmpl") or f"{self._unit}_{{}}"
         self._out_dir = None if out_dir is None else as_path(out_dir)
         self._best = BestScores(save_best, rule, greater_keys, less_keys, where)
-        self._lost: list[str] = []  # metrics whose best checkpoint was gone when training began
         self._kept = KeptCheckpoints(self.filename_tmpl, max_keep_ckpts, keep_every, where)
         self._last: int | None = None
         self._last_failed = False
@@ -347,9 +348,8 @@ class CheckpointHook(Hook):
             make_writable(self.out_dir(runner), "CheckpointHook.out_dir")
         self._is_training, self._has_ended, self._last = True, False, None
         how = dict(by_epoch=self.by_epoch, save_last=self.save_last)
-        if doubt := beyond_the_end(runner, self.interval, self.save_begin, **how):
-            runner.logger.warning(doubt)
-        if doubt := has_no_epochs(runner, self.interval, **how):
+        never = beyond_the_end(runner, self.interval, self.save_begin, **how)
+        for doubt in filter(None, (never, has_no_epochs(runner, self.interval, **how))):
             runner.logger.warning(doubt)
         when = when_saved(self.interval, save_last=self.save_last, saves_best=self.saves_best)
         runner.logger.info(f"Checkpoints will be saved to {self.out_dir(runner)}{when}")
@@ -361,7 +361,7 @@ class CheckpointHook(Hook):
                 self.found_of_others, self._kept.others = {own[0] / name for name in found}, replaced
         self._has_looked = True
         self._kept.go_on(runner, self.out_dir(runner))
-        self._lost = self._lost_ones(runner) if self._best.wanted and self.best_scores else []
+        self._lost = self._lost_ones(runner) if self._best.wanted and self.best_scores else ()
         if self._fast:
             self._fast.begin(runner, overwrite=self.overwrite)
 
@@ -443,7 +443,7 @@ class CheckpointHook(Hook):
                 f"{self.out_dir(runner)} any more, as after one that a later validation had saved; the best is looked for anew"
             )
             self._best.forget(key)
-        self._lost = []
+        self._lost = ()
 
     def _position(self, runner: Run) -> dict[str, int]:
         return {"epoch": runner.epoch, "iter": runner.iter}

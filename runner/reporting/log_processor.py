@@ -97,6 +97,10 @@ class LogProcessor:
         mean_pattern: regular expression; a scalar whose name it finds shows a mean, others their newest value.
     """
 
+    _is_validated = False
+    _sought: frozenset[tuple[str, str]] = frozenset()
+    """Entries of ``custom_cfg``, and modes, whose scalars have been looked for."""
+
     def __init__(
         self,
         window_size: int = 10,
@@ -117,17 +121,14 @@ class LogProcessor:
         try:
             self.mean_pattern = re.compile(mean_pattern)
         except re.error as error:
-            raise ConfigError(
-                f'log_processor.mean_pattern: "{mean_pattern}" is no regular expression, {error}'
-            ) from None
+            why = f'log_processor.mean_pattern: "{mean_pattern}" is no regular expression, {error}'
+            raise ConfigError(why) from None
         self.custom = [_custom_log(cfg, i, by_epoch) for i, cfg in enumerate(custom_cfg or [])]
         names = [(cfg.log_name or cfg.name, cfg.mode) for cfg in self.custom]
         for i, name in enumerate(names):
             if name in names[:i]:
                 raise ConfigError(f'log_processor.custom_cfg[{i}]: "{name[0]}" is logged twice, give another log_name')
         self._plans: dict[str, _Plan] = {}
-        self._is_validated = False
-        self._sought: set[tuple[str, str]] = set()  # entries and modes that have been looked for
         self._memory, self._memory_read = 0, -math.inf
 
     def prepare(self, runner: Run, mode: Mode) -> None:
@@ -135,9 +136,8 @@ class LogProcessor:
         hub, length = runner.message_hub, self._length(runner, mode)
         self._is_validated = runner.val_loop is not None
         hub.retain_all(self.window_size)
-        if mode != "train":
-            hub.retain(f"{mode}/time", length)
-            hub.retain(f"{mode}/data_time", length)
+        for name in ("time", "data_time") if mode != "train" else ():
+            hub.retain(f"{mode}/{name}", length)
         for cfg in self.custom:
             if cfg.mode in ("", mode) and cfg.method_name != "current":
                 size = length if cfg.window_size == "epoch" else cfg.window_size
@@ -296,7 +296,7 @@ class LogProcessor:
         is_due = cfg.mode == mode or (not cfg.mode and not (mode == "train" and self._is_validated))
         if (cfg.data_src, mode) in self._sought or not is_due:
             return
-        self._sought.add((cfg.data_src, mode))
+        self._sought |= {(cfg.data_src, mode)}
         modes = (mode,) if cfg.mode else ("train", "val", "test")
         known = {key.partition("/")[2] for key in hub.log_scalars if key.startswith(modes)}
         if cfg.name not in known:

@@ -119,7 +119,7 @@ class CutBatch(dict[str, Any]):
 
 
 @dataclass(frozen=True)
-class Needs:
+class TargetNeeds:
     """What is wrong with what a model gives for some batches, and not for the first one.
 
     Attributes:
@@ -160,7 +160,7 @@ class SequenceBatches:
     divides: bool = False
     loss_weight: Callable[[Any], Any] | None = None
     decoder_inputs: Callable[[Tensor], Tensor] | None = None
-    needs: dict[bool, Sequence[Needs]] = field(default_factory=dict)
+    needs: dict[bool, Sequence[TargetNeeds]] = field(default_factory=dict)
 
     def cut(self, batch: Any) -> CutBatch:
         """Return this process's shard of a batch.
@@ -310,7 +310,7 @@ class SequenceBatches:
                     f"another, and then {needs.problem}"
                 )
 
-    def _differ(self, batch: CutBatch, needs: Needs) -> bool:
+    def _differ(self, batch: CutBatch, needs: TargetNeeds) -> bool:
         """Whether a process has other shares of the targets that count of one sample, or key, than of another."""
         found = []  # by key: (samples, processes)
         for key in needs.targets:

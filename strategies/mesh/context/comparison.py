@@ -24,7 +24,7 @@ from ...base import EvalStep, TrainStep
 from ..experts import Dispatch
 from ..first_batch import differentiated, differing, drawn_once, trying
 from .attention import SequenceAttention
-from .batches import IGNORED, CutBatch, Needs, SequenceBatches, gather_outputs
+from .batches import IGNORED, CutBatch, SequenceBatches, TargetNeeds, gather_outputs
 from .transformers import Interception, TransformersModel
 
 # MixedPositions: follows positions through the operations of a forward, to find what combines several of them beside
@@ -530,9 +530,9 @@ class OneProcessComparison:
             return next(filter(None, problems), None)
 
         kinds = ["sample", "key"][: min(len(targets), 2)]
-        needs = [Needs(problem, targets, kind) for kind in kinds if (problem := without_some(kind))]
+        needs = [TargetNeeds(problem, targets, kind) for kind in kinds if (problem := without_some(kind))]
         if needs and (problem := without_some(None)):
-            needs = [Needs(problem, targets, None)]
+            needs = [TargetNeeds(problem, targets, None)]
         self._batches.needs[is_training] = needs
 
     def _targets(self, cut: CutBatch) -> list[str]:
