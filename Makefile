@@ -162,8 +162,8 @@ format: $(VENV)/.installed-dev
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-# A stamp per set of extras: installed again only when pyproject.toml is newer. uv downloads and unpacks side by side, in 40 s what
-# takes pip 160; pip does it where uv cannot be had, or knows less than pip's own configuration. What most tests import is
+# A stamp per set of extras: installed again only when pyproject.toml is newer. uv downloads and unpacks side by side, in a quarter
+# of pip's time; pip does it where uv cannot be had, or knows less than pip's own configuration. What most tests import is
 # compiled by all cores, without the packages' own tests and the like, the rest when it is imported. The status of compiling
 # is not looked at: some packages have files that are no Python of this version, and not all extras have all packages.
 COMPILED := torch torchvision deepspeed mmengine networkx numpy pandas peft scipy sklearn sympy torchmetrics

@@ -450,7 +450,7 @@ class Registry:
 
 
 def entry_points(group: str | None) -> Any:
-    """The entry points of a group that installed packages have; those of no group are none."""
+    """The entry points of a group that installed packages have, also those installed meanwhile; those of no group are none."""
     # Installing a package changes its folder.
     folders = tuple((folder, Path(folder).stat().st_mtime_ns) for folder in sys.path if Path(folder).exists())
     return _installed_entry_points(folders).select(group=group) if group else ()

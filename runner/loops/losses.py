@@ -43,7 +43,6 @@ def weighted_mean(
     parts: Sequence[Mapping[str, Tensor]],
     weights: Sequence[float],
     factors: Sequence[float],
-    device: torch.device,
     of_sums: bool = False,
 ) -> dict[str, Tensor]:
     """Return ``loss`` times the factors, so that its mean over processes is that over all items.
@@ -54,13 +53,12 @@ def weighted_mean(
         parts: the values of each micro-batch.
         weights: items of each micro-batch.
         factors: of each micro-batch's loss.
-        device: of the losses.
         of_sums: the model divides sums by the items of the update, and all of its losses have the factors.
     """
     counted = [(weight, part) for weight, part in zip(weights, parts, strict=True) if weight]
     used = [factor for factor in factors if factor]
     losses = [part["loss"] * f for f, (_, part) in zip(used, counted, strict=True)]
-    loss = _sum(losses) if losses else torch.zeros((), device=device)
+    loss = _sum(losses) if losses else torch.zeros_like(parts[0]["loss"])  # of a dtype with that of other processes
     own = sum(weights)
     shares = [weight / own for weight, _ in counted]
     names = [n for n in (counted[0][1] if counted else ()) if n != "loss" and all(n in part for _, part in counted)]
@@ -179,7 +177,7 @@ class Weighing:
         So do all losses of a model that divides sums. Any other value is the mean over this process's items, and missing if
         it has none.
         """
-        return weighted_mean(parts, self._weights, self.factors, self._device, of_sums=self._hands_number)
+        return weighted_mean(parts, self._weights, self.factors, of_sums=self._hands_number)
 
     def _say(self, what: str) -> None:
         if what not in self._has_said and dist.is_main():

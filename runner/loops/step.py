@@ -388,7 +388,7 @@ class Stepper:
         if self.weighing is not None:
             return self.weighing.mean(parts)
         if self.counted is not None:
-            return weighted_mean(parts, self.counted.own, self.counted.factors, self.strategy.device)
+            return weighted_mean(parts, self.counted.own, self.counted.factors)
         return parts[0] if len(parts) == 1 else mean_of(parts)
 
     def _micro_batch(self, batch: Any, index: int) -> dict[str, Tensor]:

@@ -167,6 +167,26 @@ def test_installed_packages_add_names_by_entry_points(tmp_path: Path, monkeypatc
     assert things.get("Table").__module__ == "somebody"
     with pytest.raises(ConfigError, match='did you mean "Table"'):
         things.resolve("Tabel")
+    later = tmp_path / "later-1.0.dist-info"
+    later.mkdir()
+    (later / "METADATA").write_text("Metadata-Version: 2.1\nName: later\nVersion: 1.0\n")
+    (later / "entry_points.txt").write_text("[test.things]\nShelf = somebody:Table\n")
+    assert list(things) == ["Shelf", "Table"], "installed in the same folder while the program runs"
+
+
+def test_who_lists_no_names_is_asked_last() -> None:
+    asked: list[str] = []
+    things = Registry("thing")
+
+    def unlisted(key: str) -> None:
+        asked.append(key)
+
+    things.add_lookup(unlisted)
+    things.add_lookup({"Lamp": Lamp}.get, lambda: ["Lamp"])
+    assert things.get("Lamp") is Lamp
+    assert not asked
+    assert things.get("Chair") is None
+    assert asked == ["Chair"]
 
 
 # Registering

@@ -232,11 +232,12 @@ def by_shares(name: str) -> tuple[list[float], list[float], str]:
     strategy = MeshStrategy(device=DEVICE, cp=2, cp_keys={"others": 1} if model is TwoTargets else None)
     strategy.join()
     torch.manual_seed(7)
-    built, optim = strategy.setup(model(), OptimWrapper(dict(type="SGD", lr=1e-9)))
+    optim = OptimWrapper(dict(type="SGD", lr=1e-9))
+    built, _ = strategy.setup(model(), optim)
     found, message = [], ""
     try:
         for batch in batches:
-            found += train(strategy, built, optim, [[batch]]).losses  # type: ignore[arg-type]
+            found += train(strategy, built, optim, [[batch]]).losses
     except StrategyError as error:
         message = str(error)
     strategy.leave()

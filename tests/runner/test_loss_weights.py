@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flextrain import ConfigError
 from flextrain.core.comm.topology import Topology
-from flextrain.runner.loops.losses import Weighing
+from flextrain.runner.loops.losses import Weighing, weighted_mean
 from flextrain.testing import WorkerGroup
 
 from .training import Samples, Watch, make_runner, whole_state
@@ -190,3 +190,11 @@ def test_weights_are_numbers_of_the_host_whatever_device_is_the_default() -> Non
     with torch.device("meta"):
         assert weighing.weigh([[1, 2], [3]])
     assert weighing.factors == [2 / 3, 1 / 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_process_without_items_gives_a_loss_of_the_dtype_of_all(dtype: torch.dtype) -> None:
+    """Processes add up their losses: messages of other sizes end them."""
+    part = {"loss": torch.full((), torch.nan, dtype=dtype)}
+    loss = weighted_mean([part], [0.0], [0.0])["loss"]
+    assert (loss.dtype, loss.item()) == (dtype, 0.0)
