@@ -30,6 +30,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from flextrain import OptimWrapper
 from flextrain.core.torch_compat.dtensor_private import laid_out_as
+from flextrain.strategies.fsdp.strategy import settle_gradients
 from flextrain.strategies.mesh.tensor.local_tensors import LocalTensors
 from flextrain.strategies.mesh.tensor.operations import DTensorFunctions
 from flextrain.strategies.mesh.tensor.styles import as_replicated, distribute_model, style_of
@@ -67,6 +68,7 @@ def linear(kind: str, what: str, mesh: DeviceMesh) -> Case:
     styles = {str(index): style_of(("colwise", "rowwise")[index % 2], "plan") for index in range(LAYERS)}
     if kind == "local":
         local = LocalTensors(model, mesh, styles)
+        settle_gradients(model.parameters())  # as the strategy does
         # As the first batch, after it was compared: the other process is not there, whose part the comparison would miss.
         local.alone = frozenset(name for name in styles if int(name) % 2 == 0)
         context = local.running

@@ -107,13 +107,26 @@ def laid_out_as(tensor: DTensor, local: Tensor) -> DTensor:
     return made
 
 
-def gradient_of(parameter: DTensor, local: Tensor) -> DTensor | None:
+def settle_gradient(parameter: Tensor) -> None:
+    """Give a parameter's gradient the layout of the parameter; a hook after accumulation. 2.6, 2.15."""
+    gradient, own = cast(DTensor, parameter.grad), cast(DTensor, parameter)
+    if gradient.placements != own.placements:
+        parameter.grad = gradient.redistribute(placements=own.placements)
+
+
+def gradient_of(parameter: DTensor, local: Tensor, node: Any) -> DTensor | None:
     """Return the gradient that backward gives for a parameter, from this process's part; None: it was added already. 2.6, 2.15.
 
     Autograd's own addition takes as long for a DTensor as the products of a small matrix. It is left out where nothing waits for it,
     and not where a parameter says that its gradients have another dtype, as it can in newer versions.
+
+    Args:
+        node: of the graph, to which backward would give it.
     """
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or not parameter.is_leaf:
+    hooks = parameter._post_accumulate_grad_hooks
+    if hooks and any(hook is not settle_gradient for hook in hooks.values()):
+        return laid_out_as(parameter, local)
+    if parameter._backward_hooks or not parameter.is_leaf or not _adds_to_leaf(node):
         return laid_out_as(parameter, local)
     if getattr(parameter, "grad_dtype", None) not in (None, local.dtype):
         return laid_out_as(parameter, local)
@@ -125,6 +138,18 @@ def gradient_of(parameter: DTensor, local: Tensor) -> DTensor | None:
     else:
         return laid_out_as(parameter, local)
     return None
+
+
+def _adds_to_leaf(node: Any) -> bool:
+    """Whether the backward that is running adds to a leaf's ``grad``: ``torch.autograd.grad`` does not, nor one for other leaves. 2.6, 2.15.
+
+    Args:
+        node: the leaf's in the graph.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # backward returns the gradient of this leaf
+        return False
 
 
 ITEM = torch.ops.aten._local_scalar_dense.default

@@ -31,6 +31,7 @@ from ...core.torch_compat.dtensor_private import (
     chunks_on_demand,
     fill_gradients,
     reset_after_error,
+    settle_gradient,
     settle_root,
     settle_unit,
 )
@@ -101,14 +102,8 @@ def settle_gradients(parameters: Iterable[nn.Parameter]) -> list[RemovableHandle
 
     They may be pending sums over processes, whose summands cannot be clipped. Returned are the handles of the hooks that do it.
     """
-
-    def settle(parameter: Tensor) -> None:
-        gradient, own = cast(DTensor, parameter.grad), cast(DTensor, parameter)
-        if gradient.placements != own.placements:
-            parameter.grad = gradient.redistribute(placements=own.placements)
-
     return [
-        parameter.register_post_accumulate_grad_hook(settle)  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(settle_gradient)  # type: ignore[no-untyped-call]
         for parameter in parameters
         if isinstance(parameter, DTensor) and parameter.requires_grad
     ]
@@ -726,7 +721,8 @@ def _(strategy: FSDPStrategy, error: BaseException) -> str | None:
         return (
             "parameters are sharded while the model is not called: call it as a whole, self(...) and not self.forward(...), and "
             "compute in its forward what needs parameters; to generate text, call runner.generate(); a module that computes with "
-            'parameters of another one needs strategy.wrap="model"'
+            "parameters of another one, and a model that asks for gradients in its forward, as torch.autograd.grad does, need "
+            'strategy.wrap="model"'
         )
     if "setStorage" in str(error) and "out of bounds" in str(error):
         return (

@@ -36,7 +36,7 @@ from ....core.torch_compat.torch_private import (
 )
 from ..axis import own_random_numbers, replace_forward
 from ..first_batch import differentiated, differing, trying
-from .operations import backward_within, check_lookup
+from .operations import backward_within, check_lookup, keeps_graph_of_backward
 from .styles import Style, divided_inputs, makes_shards, of_some_dtensors
 
 _RANDOM = {
@@ -373,6 +373,7 @@ def _gradients(ctx: Any, gradient: Tensor) -> Any:
     with without_function_modes():
         input, own = ctx.saved_tensors
         needs, of_input, of_weight, of_bias = ctx.needs_input_grad, None, None, None
+        nodes = ctx.next_functions
         flat = gradient if gradient.ndim == 2 else gradient.reshape(-1, gradient.shape[-1])
         if needs[0]:
             of_input = _as(ctx.dtype, gradient @ own)
@@ -380,9 +381,9 @@ def _gradients(ctx: Any, gradient: Tensor) -> Any:
                 ctx.local.add_up(of_input)
         if needs[1]:
             rows = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
-            of_weight = gradient_of(ctx.weight, _as(ctx.weight.dtype, flat.T @ rows))
+            of_weight = gradient_of(ctx.weight, _as(ctx.weight.dtype, flat.T @ rows), nodes[1][0])
         if needs[2]:
-            of_bias = gradient_of(ctx.bias, _as(ctx.bias.dtype, flat.sum(0)))
+            of_bias = gradient_of(ctx.bias, _as(ctx.bias.dtype, flat.sum(0)), nodes[2][0])
         return of_input, of_weight, of_bias, None, None
 
 
@@ -422,7 +423,7 @@ class OwnPlanShards:
 
     def running(self) -> AbstractContextManager[Any]:
         """Return the context for forward and backward."""
-        return _RandomApart(self._mesh, lambda: self._open)
+        return _OfOwnPlan(self._mesh, lambda: self._open)
 
 
 class _RandomApart(TorchFunctionMode):
@@ -444,6 +445,18 @@ class _RandomApart(TorchFunctionMode):
             with own_random_numbers(self._device_type, self._index):
                 return function(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
+
+
+class _OfOwnPlan(_RandomApart):
+    """The same for the plan of a model of transformers, whose sums over processes have first derivatives only."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if keeps_graph_of_backward(function, args, kwargs or {}):
+            raise StrategyError(
+                "model: asks for gradients of gradients (create_graph=True), which the model's own plan computes wrongly; give "
+                "strategy.plan"
+            )
+        return super().__torch_function__(function, types, args, kwargs)
 
 
 def _draws(function: Any, args: Any, kwargs: Any) -> bool:

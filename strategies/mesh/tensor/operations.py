@@ -174,6 +174,11 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise StrategyError(
+                "model: asks for gradients of gradients (create_graph=True) through cross_entropy of logits of which processes have "
+                'shards; give the module that computes them the style "colwise_gather_output"'
+            )
         logits, log_sum, index, of_target, of_own_target, of_all, of_all_total, own = ctx.saved_tensors
         chance = (logits.to(log_sum.dtype) - log_sum.unsqueeze(-1)).exp()
         found = chance * (of_target + of_all_total).unsqueeze(-1) - of_all.unsqueeze(-1) * own
@@ -221,8 +226,7 @@ class DTensorFunctions(TorchFunctionMode):
         if Logits in types and function not in LOOKS:  # they are computed in this call
             with self:
                 return Logits.__torch_function__(function, types, args, kwargs)
-        is_twice = function in (Tensor.backward, torch.autograd.grad) and kwargs.get("create_graph")
-        if is_twice and not differentiates_twice():
+        if not differentiates_twice() and keeps_graph_of_backward(function, args, kwargs):
             raise StrategyError(
                 f"model: asks for gradients of gradients (create_graph=True), which torch {torch.__version__} computes wrongly "
                 "for tensors of which processes have shards; take torch 2.15, or leave out strategy.tp"
@@ -247,6 +251,12 @@ class DTensorFunctions(TorchFunctionMode):
                 raise
             tell_gathered(f"calls {function.__name__} on a shard that torch has no rule for", "another style")
         return _on_whole(function, args, kwargs)
+
+
+def keeps_graph_of_backward(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call asks for gradients that can be differentiated again."""
+    position = {Tensor.backward: 3, torch.autograd.grad: 4}.get(function)
+    return position is not None and bool(kwargs.get("create_graph", args[position] if len(args) > position else False))
 
 
 def backward_within(
