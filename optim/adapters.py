@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..core.base.errors import CheckpointError, ConfigError, StrategyError
 from ..core.base.registry import OPTIMIZERS
-from ..core.torch_compat.torch_private import without_function_modes
+from ..core.torch_compat.torch_private import has_step_hooks, without_function_modes
 
 if TYPE_CHECKING:
     from .local_shards import LocalShards
@@ -103,7 +103,7 @@ class OptimizerAdapter:
         """Raise StrategyError if it cannot train the parameters of ``model`` on their device and in their layout."""
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Context of ``optimizer.step()``: an elementwise optimizer of torch's steps on local shards of DTensors."""
+        """Context of ``optimizer.step()``: an elementwise optimizer of torch's steps on local shards of DTensors, if no hook sees them."""
         groups = self.optimizer.param_groups
         if (size := [len(group["params"]) for group in groups]) != self._size:
             parameters = (parameter for group in groups for parameter in group["params"])
@@ -113,7 +113,7 @@ class OptimizerAdapter:
                 from .local_shards import LocalShards  # a script on one device does without it
 
                 self._shards = LocalShards(self.optimizer)
-        return NOTHING if self._shards is None else self._shards.step()
+        return NOTHING if self._shards is None or has_step_hooks(self.optimizer) else self._shards.step()
 
     @contextmanager
     def only(self, group: dict[str, Any]) -> Iterator[None]:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -532,6 +533,12 @@ class Both(AbstractContextManager[None]):
 def tells_steps(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer calls its step hooks; one that does not call Optimizer's constructor may call none. 2.6, 2.15."""
     return bool(getattr(type(optimizer).step, "hooked", False))
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of an optimizer calls hooks, its own or those of all optimizers. 2.6, 2.15."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 def in_backward() -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flextrain.core.comm import collectives as dist
 from flextrain.core.torch_compat.dtensor_private import laid_out_as
@@ -80,6 +81,50 @@ def stepped(name: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_as_on_one_device(workers2: WorkerGroup, name: str) -> None:
     workers2.run(stepped, name, OPTIMIZERS[name])
+
+
+def _clip(optimizer: Any, *_: Any) -> None:
+    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
+
+
+def _bound(optimizer: Any, *_: Any) -> None:
+    with torch.no_grad():
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.mul_(0.9 / parameter.norm())
+
+
+def hooked(everywhere: bool) -> None:
+    """In a worker: hooks that are registered after a step, and compute with norms of gradients and weights."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method="env://", timeout_s=60)
+    mesh = init_device_mesh("cpu", (2,))
+    whole = [nn.Parameter(_gradient(shape, 90 + i)) for i, shape in enumerate(SHAPES[:2])]
+    parts = [nn.Parameter(distribute_tensor(one.data.clone(), mesh, [Shard(0)])) for one in whole]
+    optimizers = [torch.optim.AdamW(parameters, lr=0.05) for parameters in (whole, parts)]
+    adapter, handles = adapter_for(optimizers[1], "optim_wrapper"), []
+    for step in range(3):
+        for i, (one, part) in enumerate(zip(whole, parts, strict=True)):
+            one.grad = _gradient(tuple(one.shape), 10 * step + i)
+            part.grad = distribute_tensor(one.grad.clone(), mesh, [Shard(0)])
+        optimizers[0].step()
+        with adapter.stepping():
+            optimizers[1].step()
+        if not step and everywhere:
+            handles = [register_optimizer_step_pre_hook(_clip), register_optimizer_step_post_hook(_bound)]
+        elif not step:
+            for optimizer in optimizers:
+                optimizer.register_step_pre_hook(_clip)
+                optimizer.register_step_post_hook(_bound)
+    for handle in handles:
+        handle.remove()
+    for one, part in zip(whole, parts, strict=True):
+        torch.testing.assert_close(part.detach().full_tensor(), one.detach(), rtol=1e-12, atol=1e-14)  # type: ignore[attr-defined]
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_hooks_of_an_optimizer_have_whole_parameters(workers2: WorkerGroup, everywhere: bool) -> None:
+    workers2.run(hooked, everywhere)
 
 
 def called(function: Callable[[], Any], *parts: str) -> list[str]:
