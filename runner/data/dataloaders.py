@@ -20,7 +20,7 @@ from . import checks
 from . import checks as first_samples
 from .collate import build_collate
 from .dataset_wrappers import build_dataset, is_config
-from .lockstep import InStep, SameBatches
+from .lockstep import HeldBatches, InStep, SameBatches
 from .readers import Counted, ExactEpochs, Feed, Reader, loader_of_stream, timed
 from .sample_seeds import order_seed
 from .samplers import (
@@ -218,6 +218,8 @@ class TrainData:
         diff_rank_seed: such samplers draw different numbers in every process.
         shard: (index, count) of the data shard that this process reads.
     """
+
+    _held: HeldBatches | None = None
 
     def __init__(
         self, loader: Any, accumulate: int, seed: int, diff_rank_seed: bool = False, shard: tuple[int, int] = (0, 1)
@@ -508,9 +510,9 @@ class TrainData:
             self._feed.close()
 
     def _own_windows(self, epoch: int, start: int, stop: int | None) -> Iterator[list[Any]]:
-        size, number = self.accumulate, start
-        window: list[Any] = []
-        for batch in self._batches(epoch, start, stop):
+        size, number, window = self.accumulate, start, list[Any]()
+        batches = self._batches(epoch, start, stop)
+        for batch in batches if size == 1 and self._in_step is None else self._hold(batches):
             window.append(batch)
             if len(window) == size:
                 yield window
@@ -522,6 +524,12 @@ class TrainData:
             yield window
         if number != stop and number + len(window) != start:
             self._warn_of_length(number * size + len(window))
+
+    def _hold(self, batches: Iterator[Any]) -> Iterator[Any]:
+        if self._held is None:
+            ahead = self._in_step is not None
+            self._held = HeldBatches("train_dataloader", self.accumulate * (1 + ahead))
+        return self._held.of(batches)
 
     def _warn_of_length(self, found: int) -> None:
         """Warn once if an epoch did not have as many batches as ``len`` of the data."""

@@ -1,4 +1,5 @@
-"""InStep: keeps processes with data of different lengths in step; SameBatches: compares those of one shard of the data."""
+"""InStep: keeps processes with data of different lengths in step; SameBatches: compares those of one shard of the data;
+HeldBatches: copies batches whose memory the data use again."""
 
 from __future__ import annotations
 
@@ -6,14 +7,64 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
+
 from ...core.base.errors import ConfigError, counted
 from ...core.base.tensors import of_leaves, of_name
+from ...core.base.trees import map_tensors
 from ...core.comm import collectives as dist
 
 _PURPOSE = "loops in step"
 _END = object()
 
 Window = list[Any]
+
+
+class HeldBatches:
+    """The batches of data of which several are needed at a time: the micro-batches of an update, or one that is read ahead.
+
+    Some data write the next batch into memory that they gave before, as pipelines on accelerators do. The first batches are copied, and
+    the given ones compared with them once the next ones are read. If one has changed, all batches are copied from then on.
+
+    Args:
+        where: the configuration key, for messages.
+        count: how many batches are needed at a time, 2 or more.
+    """
+
+    def __init__(self, where: str, count: int) -> None:
+        self._where, self._count = where, count
+        self._copies: bool | None = None  # None: not known yet
+        self._given: list[tuple[Any, Any, list[int]]] = []
+
+    def of(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches, each with memory of its own.
+
+        Raises:
+            ConfigError: the data use memory again that is not a tensor's, which is not copied.
+        """
+        for batch in batches:
+            if self._copies is None:
+                self._compare()
+            if self._copies is False:
+                yield batch
+                continue
+            copy = map_tensors(torch.Tensor, torch.clone, batch)
+            if self._copies is None:
+                self._given.append((batch, copy, of_leaves(batch)))
+            yield copy
+
+    def _compare(self) -> None:
+        changed = [(copy, before) for batch, copy, before in self._given if of_leaves(batch) != before]
+        if any(of_leaves(copy) != before for copy, before in changed):
+            raise ConfigError(
+                f"{self._where}: writes into a batch that it gave before, and {self._count} batches are needed at a time; give copies"
+            )
+        if changed:
+            logging.getLogger("flextrain").info(
+                f"{self._where}: writes into batches that it gave before; they are copied, because {self._count} are needed at a time"
+            )
+        if changed or len(self._given) == self._count - 1:
+            self._copies, self._given = bool(changed), []
 
 
 class InStep:

@@ -13,7 +13,7 @@ from ...core.comm.collectives import all_gather_object
 from ...core.comm.topology import gathering
 from ...strategies.parts import share_buffers
 from ..data.checks import check_same_begin
-from ..data.lockstep import until_all_end
+from ..data.lockstep import HeldBatches, until_all_end
 from ..data.readers import Feed, Reader
 from ..data.sample_seeds import order_seed
 from ..data.samplers import divided_sampler
@@ -45,6 +45,7 @@ class EvaluationData:
         own_way = goes_its_own_way(loader)
         self._reader = Reader(loader) if own_way else None
         self._feed = None if own_way else Feed(loader, self._topology.shard)
+        self._held = HeldBatches(where, 2)  # beside other processes one is read ahead
         self._passed, self.done = 0, 0  # batches of the last pass, and of the current one
         self.given = 0  # batches of all passes, also those of other processes
 
@@ -79,7 +80,7 @@ class EvaluationData:
             one_pass = self._reader.batches(seed, 0, None)
         if self._topology.is_alone:
             return ((batch, True) for batch in one_pass)
-        return until_all_end(one_pass, float(self._runner.strategy.config.timeout_s))
+        return until_all_end(self._held.of(one_pass), float(self._runner.strategy.config.timeout_s))
 
 
 METHODS = ("run", "run_epoch", "run_iter", "batches")
