@@ -1,8 +1,10 @@
-"""Forwards that write to parameters whose values a strategy has elsewhere: the write would be lost, and raises."""
+"""Forwards that write to parameters whose values a strategy has elsewhere, or compute with what it has replaced: both raise."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,37 @@ from ..core.base.tensors import parts_of
 from ..core.torch_compat.torch_private import has_values, tables_of, version_of
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Replaced:
+    """The parameters of a model, some of which are about to be replaced; who keeps one of these computes with values that never change.
+
+    Args:
+        model: as it is before that.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = [(name, weakref.ref(parameter)) for name, parameter in model.named_parameters()]
+
+    def refuse(self, model: nn.Module, strategy: str) -> None:
+        """Let backward raise StrategyError from now on where a gradient of a replaced parameter arrives.
+
+        Args:
+            model: as it is now.
+            strategy: whose name is in the message.
+        """
+        now = {id(parameter) for parameter in model.parameters()}
+        for name, reference in self._before:
+            before = reference()  # None if nobody keeps it
+            if before is not None and id(before) not in now and before.requires_grad and not before.is_meta:
+                before.register_hook(partial(_refuse_gradient, name, strategy))  # type: ignore[no-untyped-call]
+
+
+def _refuse_gradient(name: str, strategy: str, gradient: Tensor) -> None:
+    raise StrategyError(
+        f"model.{name}: forward computes with the parameter that {strategy} has replaced, which something keeps beside the module that "
+        "has it, such as a list, a dict or a closure; its values would stay as they were; read it in forward from the module"
+    )
 
 
 def watch_forward(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ..core.base.errors import StrategyError, unchecked
 from ..core.base.tensors import QUANTISERS
 from ..core.comm import collectives as dist
-from ..core.torch_compat.torch_private import has_values, storage_key, with_values
+from ..core.torch_compat.torch_private import has_values, storage_key, tables_of, with_values
 from ..optim.trial import Samples, why_not_dtensors, why_not_flat_shards
 from ..optim.wrapper import OptimWrapper
 
@@ -71,7 +73,10 @@ def has_shards(parameter: nn.Parameter) -> bool:
 
 
 def check_apart(model: nn.Module, strategy: str) -> None:
-    """Raise StrategyError if two parameters begin at the same memory, as ``Parameter(other.data)`` does."""
+    """Raise StrategyError if two parameters begin at the same memory, as ``Parameter(other.data)`` does.
+
+    Also if a buffer or another tensor that a module has does, as ``weight.detach()``: it would not change with the parameter.
+    """
     first: dict[tuple[int, Any], str] = {}
     for name, parameter in model.named_parameters():
         position = (storage_key(parameter), parameter.storage_offset())
@@ -80,6 +85,26 @@ def check_apart(model: nn.Module, strategy: str) -> None:
                 f"model.{name}: is another parameter than model.{other} in the same memory, which {strategy} cannot keep; assign the "
                 "same parameter to both, or clone() its values"
             )
+    own = {*map(id, model.parameters())}
+    for name, module in model.named_modules():
+        for key, tensor in _other_tensors(module):
+            shared = first.get((storage_key(tensor), tensor.storage_offset()))
+            if shared is not None and id(tensor) not in own and model.get_parameter(shared).requires_grad:
+                raise StrategyError(
+                    f"model.{name}{'.' if name else ''}{key}: is another tensor than model.{shared} in the same memory, and would keep the "
+                    f"values of now under {strategy}; clone() it, or read the parameter in forward"
+                )
+
+
+def _other_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a module has besides parameters, also in lists, tuples and dicts; not those that it computes from parameters."""
+    for key, value in chain(module.named_buffers(recurse=False), vars(module).items()):
+        if f"{key}_orig" in tables_of(module)[0]:  # torch.nn.utils.spectral_norm
+            continue
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        for each in values:
+            if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided and each.numel():
+                yield key, each
 
 
 def check_not_quantised(model: nn.Module, strategy: str) -> None:

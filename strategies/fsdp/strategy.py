@@ -49,7 +49,7 @@ from ..added_parameters import refuse_added
 from ..base import NOTHING, EvalStep, Optim, Strategy, kept_gradients
 from ..config import ANY_DEVICE, Needs
 from ..gathering_order import Together, UnitOrder, message_group
-from ..lost_writes import watch_forward
+from ..lost_writes import Replaced, watch_forward
 from ..noted import Arranged, is_subclass
 from ..parts import choices, construct, explain, prepare_whole
 from ..parts.model_state import await_values
@@ -327,7 +327,9 @@ class FSDPStrategy(Strategy):
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """See Strategy."""
         self._without_memory.note(model)
+        replaced = Replaced(model)
         called, optim = super().setup(model, optim)
+        replaced.refuse(self.module, type(self).__name__)
         await_values(self, self._without_memory.left_at_zero)
         wrappers = [*optim.wrappers.values()] if optim is not None else []
         own_of = [[p for group in wrapper.param_groups for p in group["params"]] for wrapper in wrappers]
