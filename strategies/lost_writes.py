@@ -25,7 +25,9 @@ class Replaced:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._before = [(name, weakref.ref(parameter)) for name, parameter in model.named_parameters()]
+        # None of the meta device, which are filled by swap_tensors: it takes no tensor that has a weak reference.
+        real = ((name, parameter) for name, parameter in model.named_parameters() if not parameter.is_meta)
+        self._before = [(name, weakref.ref(parameter)) for name, parameter in real]
 
     def refuse(self, model: nn.Module, strategy: str) -> None:
         """Let backward raise StrategyError from now on where a gradient of a replaced parameter arrives.
@@ -37,7 +39,7 @@ class Replaced:
         now = {id(parameter) for parameter in model.parameters()}
         for name, reference in self._before:
             before = reference()  # None if nobody keeps it
-            if before is not None and id(before) not in now and before.requires_grad and not before.is_meta:
+            if before is not None and id(before) not in now and before.requires_grad:
                 before.register_hook(partial(_refuse_gradient, name, strategy))  # type: ignore[no-untyped-call]
 
 

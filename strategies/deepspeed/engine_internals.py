@@ -366,6 +366,12 @@ def load_scale_state(scaler: Any, saved: Mapping[str, Any]) -> None:
         scaler.cur_hysteresis = int(saved["hysteresis"])
 
 
+def forget_added_groups(engine: Any) -> None:
+    """Drop groups that the optimizer got after set-up, which were refused; the engine of stage 1 or 2 cannot be destroyed with them."""
+    if (flat := getattr(engine.optimizer, "bit16_groups", None)) is not None:
+        del engine.optimizer.optimizer.param_groups[len(flat) :]
+
+
 def forget_modules(model: nn.Module) -> None:
     """Drop DeepSpeed's global references to a model of stage 3, which keep weights, engine and process group alive."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK

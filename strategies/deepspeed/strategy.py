@@ -432,6 +432,7 @@ class DeepSpeedStrategy(Strategy):
     def leave(self) -> None:
         """See Strategy."""
         if self._engine is not None:
+            engine_internals.forget_added_groups(self._engine)
             self._engine.destroy()
             engine_internals.forget_modules(self.module)
             swapping.free_buffers(self.module.parameters())
