@@ -536,9 +536,11 @@ def tells_steps(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of an optimizer calls hooks, its own or those of all optimizers. 2.6, 2.15."""
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+    """Whether a step of an optimizer calls hooks, but for flextrain's own: the optimizer's, or those of all optimizers. 2.6, 2.15."""
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return any(
+        hooks and _of_users(hooks) for hooks in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    )
 
 
 def in_backward() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ from ...core.base.registry import OPTIM_WRAPPERS
 from ...core.comm import collectives as dist
 from ...core.comm.topology import DataShard
 from ...core.device.precision import Precision
+from ...core.torch_compat.torch_private import has_step_hooks
 from ...optim import gradients
 from ...optim.adapters import wants_whole
 from ...optim.param_groups import make_for, make_groups
@@ -26,6 +28,8 @@ from ...optim.wrapper import ClipGrad, OptimWrapper, StepInfo, in_strategy
 from ..gradient_hooks import HooksAfterBackward
 from . import engine_internals, swapping
 from .engine_internals import Fragment
+
+_logger = logging.getLogger("flextrain")
 
 # What DeepSpeed leaves undone before an update, from the inside of its optimizers; written for and tested with
 # 0.19.8.
@@ -375,6 +379,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
     _engine: Any = None
     _fragments: Sequence[Fragment] = ()
     _clips_here = False
+    _has_warned = False
     _norm: Tensor | None = None
     _update: BeforeUpdate | None = None
     _has_ranges = False
@@ -468,6 +473,12 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         """See OptimWrapper; also reduces gradients that backward has not reduced."""
         for hook in self._step_pre_hooks:
             hook(self)
+        if self._has_ranges and not self._has_warned and has_step_hooks(self._optimizer):
+            self._has_warned = True
+            _logger.warning(
+                "optim_wrapper.optimizer: has a step hook (register_step_pre_hook, register_step_post_hook), to which ZeRO gives a process's "
+                "part of all parameters of a group in one tensor: norms in it are of that part; choose zero_optimization.stage=0 or FSDPStrategy"
+            )
         self._norm = None
         if self._update is not None:
             self._update.before()
