@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from ..core.base.errors import StrategyError
 from ..core.base.tensors import parts_of
-from ..core.torch_compat.torch_private import has_values, tables_of, version_of
+from ..core.torch_compat.torch_private import has_values, storage_key, tables_of, version_of
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -30,17 +31,22 @@ class Replaced:
         self._before = [(name, weakref.ref(parameter)) for name, parameter in real]
 
     def refuse(self, model: nn.Module, strategy: str) -> None:
-        """Let backward raise StrategyError from now on where a gradient of a replaced parameter arrives.
+        """Let backward raise StrategyError from now on where a gradient of a replaced parameter arrives, and make its values NaN.
+
+        Without a gradient, as in an evaluation, they are read as NaN, not as what they were once.
 
         Args:
             model: as it is now.
             strategy: whose name is in the message.
         """
         now = {id(parameter) for parameter in model.parameters()}
+        memory = {storage_key(_local(parameter)) for parameter in model.parameters()}
         for name, reference in self._before:
             before = reference()  # None if nobody keeps it
             if before is not None and id(before) not in now and before.requires_grad:
                 before.register_hook(partial(_refuse_gradient, name, strategy))  # type: ignore[no-untyped-call]
+                if storage_key(before) not in memory:
+                    before.detach().fill_(math.nan)
 
 
 def _refuse_gradient(name: str, strategy: str, gradient: Tensor) -> None:

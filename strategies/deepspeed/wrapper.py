@@ -473,7 +473,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         """See OptimWrapper; also reduces gradients that backward has not reduced."""
         for hook in self._step_pre_hooks:
             hook(self)
-        if self._has_ranges and not self._has_warned and has_step_hooks(self._optimizer):
+        if self._has_ranges and not self._has_warned and has_step_hooks(cast(Optimizer, self._optimizer)):
             self._has_warned = True
             _logger.warning(
                 "optim_wrapper.optimizer: has a step hook (register_step_pre_hook, register_step_post_hook), to which ZeRO gives a process's "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -56,6 +57,20 @@ class Keeping(nn.Module):
         return {"loss": sum((each.square().sum() for each in values), out.square().mean())}
 
 
+def evaluated(spec: dict[str, Any]) -> list[float]:
+    """In a worker: what the model computes without gradients, before and after it is set up."""
+    strategy = STRATEGIES.build(dict(spec, device="cpu", timeout_s=60), "strategy")
+    try:
+        strategy.join()
+        model, x = Keeping("list"), {"x": torch.zeros(2, 4)}
+        with torch.no_grad():
+            before = model(**x)["loss"].item()
+            called, _ = strategy.setup(model)
+            return [before, called(**x)["loss"].item()]
+    finally:
+        strategy.leave()
+
+
 def trained(spec: dict[str, Any], way: str) -> str:
     """In a worker: the message of the error that the second update ends with, or "trained"."""
     torch.manual_seed(0)
@@ -79,6 +94,13 @@ def test_gradients_of_a_parameter_that_was_replaced(workers2: WorkerGroup, spec:
     for found in workers2.run(trained, spec, way):
         assert "forward computes with the parameter that" in found
         assert "read it in forward from the module" in found
+
+
+@pytest.mark.parametrize("spec", STRATEGIES_THAT_REPLACE[:2], ids=["fsdp", "dtensor"])
+def test_values_of_a_parameter_that_was_replaced(workers2: WorkerGroup, spec: dict[str, Any]) -> None:
+    for before, after in workers2.run(evaluated, spec):
+        assert math.isfinite(before)
+        assert math.isnan(after)
 
 
 @pytest.mark.parametrize("way, name", [("detached", "model.kept"), ("buffer", "model.kept")])
