@@ -353,8 +353,7 @@ class Strategy:
             optim: the wrapper to train with; None for evaluation only.
 
         Returns:
-            The module to call instead of ``model``, and the wrapper to train with, which may be another object than
-            ``optim``.
+            The module to call instead of ``model``, and the wrapper to train with, which may be another than ``optim``.
 
         Raises:
             StrategyError, ConfigError: a setting is not possible; all such errors are raised here, none later.
@@ -373,6 +372,7 @@ class Strategy:
             if self.topology.model is None:  # otherwise another process may have what is trained
                 check_trainable(model)
             optim.examine(model)
+            model.zero_grad()  # what a trial has left would be in the first update of some strategies, and not of others
         self._check_request(model, optim)
         noted = self.noted
         blueprint = noted.blueprint = Blueprint(model, shaped)

@@ -104,6 +104,15 @@ def test_evaluation_needs_no_optimizer() -> None:
     strategy.load(template | {"optim.group.head.weight.lr": 0.1})
 
 
+def test_gradients_of_before_are_not_in_the_first_update() -> None:
+    """Strategies that make parameters anew have none of them."""
+    model = Net()
+    model(torch.tensor([0, 1, 2])).backward()
+    strategy = SingleDeviceStrategy(device="cpu")
+    strategy.setup(model, OptimWrapper(ADAM))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # With an address that is none, rank 0 does not wait for rank 1, which does not exist.
     for name, value in dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="x..x", MASTER_PORT="1").items():
