@@ -13,14 +13,16 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flextrain.core.base.errors import StrategyError
+from flextrain.core.torch_compat.dtensor_private import differentiates_twice
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train
 
 from . import models
 from .models import VOCABULARY
-from .parity import Recipe, compare, data, started
+from .parity import NEEDS_LAYOUTS, Recipe, compare, data, started
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, NEEDS_LAYOUTS]
+TWICE = pytest.mark.skipif(not differentiates_twice(), reason="an older torch is refused, see test_tensor_operations")
 
 PLAN = {"up": "colwise", "down": "rowwise"}
 SGD = Recipe(optimizer="SGD", lr=0.1, accumulate=2, clip=None)
@@ -116,6 +118,7 @@ def test_of_shards_that_fsdp_gathers(workers: Callable[[int], WorkerGroup], way:
     workers(4).run(parity, dict(type="MeshStrategy", tp=2, dp_shard=2, tp_kind="local", plan=PLAN), f"asking_{way}", 4)
 
 
+@TWICE
 def test_gradients_of_gradients_are_those_of_one_device(workers2: WorkerGroup) -> None:
     plan = {**PLAN, "head": "colwise_gather_output"}
     workers2.run(parity, dict(type="MeshStrategy", tp=2, tp_kind="dtensor", plan=plan), "penalised", 2)
@@ -131,6 +134,7 @@ def refused(spec: dict[str, Any], name: str) -> str:
     return "trained"
 
 
+@TWICE
 @pytest.mark.parametrize(
     "name, options, message",
     [

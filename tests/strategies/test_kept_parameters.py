@@ -18,13 +18,16 @@ from flextrain.runner.loops.step import Stepper
 from flextrain.strategies.sharding import check_apart
 from flextrain.testing import WorkerGroup
 
+from ..mesh.parity import NEEDS_LAYOUTS
+
 pytestmark = pytest.mark.distributed
 
 PLAN = {"up": "colwise", "down": "rowwise"}
-STRATEGIES_THAT_REPLACE: list[dict[str, Any]] = [
-    dict(type="FSDPStrategy"),
-    dict(type="MeshStrategy", tp=2, plan=PLAN, tp_kind="dtensor"),
-    dict(type="MeshStrategy", tp=2, plan=PLAN, tp_kind="local"),
+FSDP: dict[str, Any] = dict(type="FSDPStrategy")
+THAT_REPLACE = [
+    pytest.param(FSDP, id="fsdp"),
+    pytest.param(dict(type="MeshStrategy", tp=2, plan=PLAN, tp_kind="dtensor"), id="dtensor", marks=NEEDS_LAYOUTS),
+    pytest.param(dict(type="MeshStrategy", tp=2, plan=PLAN, tp_kind="local"), id="local", marks=NEEDS_LAYOUTS),
 ]
 
 
@@ -88,7 +91,7 @@ def trained(spec: dict[str, Any], way: str) -> str:
     return "trained"
 
 
-@pytest.mark.parametrize("spec", STRATEGIES_THAT_REPLACE, ids=["fsdp", "dtensor", "local"])
+@pytest.mark.parametrize("spec", THAT_REPLACE)
 @pytest.mark.parametrize("way", ["list", "dict", "closure"])
 def test_gradients_of_a_parameter_that_was_replaced(workers2: WorkerGroup, spec: dict[str, Any], way: str) -> None:
     for found in workers2.run(trained, spec, way):
@@ -96,7 +99,7 @@ def test_gradients_of_a_parameter_that_was_replaced(workers2: WorkerGroup, spec:
         assert "read it in forward from the module" in found
 
 
-@pytest.mark.parametrize("spec", STRATEGIES_THAT_REPLACE[:2], ids=["fsdp", "dtensor"])
+@pytest.mark.parametrize("spec", THAT_REPLACE[:2])
 def test_values_of_a_parameter_that_was_replaced(workers2: WorkerGroup, spec: dict[str, Any]) -> None:
     for before, after in workers2.run(evaluated, spec):
         assert math.isfinite(before)
@@ -105,14 +108,14 @@ def test_values_of_a_parameter_that_was_replaced(workers2: WorkerGroup, spec: di
 
 @pytest.mark.parametrize("way, name", [("detached", "model.kept"), ("buffer", "model.kept")])
 def test_memory_of_a_parameter_that_is_replaced(workers2: WorkerGroup, way: str, name: str) -> None:
-    for spec in (*STRATEGIES_THAT_REPLACE[:1], dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=2))):
+    for spec in (FSDP, dict(type="DeepSpeedStrategy", zero_optimization=dict(stage=2))):
         for found in workers2.run(trained, spec, way):
             assert found.startswith(f"{name}: is another tensor than model.up.weight in the same memory")
 
 
 @pytest.mark.parametrize("way", ["unused", "copies"])
 def test_what_does_no_harm(workers2: WorkerGroup, way: str) -> None:
-    assert workers2.run(trained, STRATEGIES_THAT_REPLACE[0], way) == ["trained", "trained"]
+    assert workers2.run(trained, FSDP, way) == ["trained", "trained"]
 
 
 def test_tensors_that_are_computed_from_parameters() -> None:
