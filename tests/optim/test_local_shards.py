@@ -6,7 +6,7 @@ import copy
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -118,7 +118,7 @@ def hooked(everywhere: bool) -> None:
     for handle in handles:
         handle.remove()
     for one, part in zip(whole, parts, strict=True):
-        torch.testing.assert_close(part.detach().full_tensor(), one.detach(), rtol=1e-12, atol=1e-14)  # type: ignore[attr-defined]
+        torch.testing.assert_close(cast(DTensor, part.detach()).full_tensor(), one.detach(), rtol=1e-12, atol=1e-14)
     dist.destroy_process_group()
 
 

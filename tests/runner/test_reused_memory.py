@@ -35,7 +35,9 @@ class Reusing:
 class Seeing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.seen, self.evaluated = nn.Linear(1, 1), [], []  # type: ignore[var-annotated]
+        self.linear = nn.Linear(1, 1)
+        self.seen: list[float] = []
+        self.evaluated: list[float] = []
 
     def forward(self, x: Tensor, constant: Tensor, mode: str = "loss") -> Any:
         (self.seen if mode == "loss" else self.evaluated).append(x[0].item())
