@@ -4,8 +4,9 @@
 
 Tensors are tiny, so that the time is the host's: what an accelerator waits for where its kernels are shorter. The process is one of two
 in a group that is not there: a collective is called, and returns at once. Linear runs in the strategy's context. Its times are a
-layer's of several, divided by columns and rows in turn, whose backward begins once. An update is AdamW's of as many parameters as Llama 8B has: plain tensors by torch alone, DTensors through flextrain's
-wrapper, and by torch alone. Times are the processor's, of one thread, the median over rounds in which all kinds alternate.
+layer's of several, divided by columns and rows in turn, whose backward begins once; beside them are the same layers written by hand. An
+update is AdamW's of as many parameters as Llama 8B has: plain tensors by torch alone, DTensors through flextrain's wrapper, and by torch
+alone. Times are the processor's, of one thread, the median over rounds in which all kinds alternate.
 Writes tensor_parallel.{md,json} to benchmarks/results/.
 """
 
@@ -24,13 +25,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import functional
 
 from flextrain import OptimWrapper
 from flextrain.core.torch_compat.dtensor_private import laid_out_as
-from flextrain.strategies.fsdp.strategy import settle_gradients
 from flextrain.strategies.mesh.tensor.local_tensors import LocalTensors
 from flextrain.strategies.mesh.tensor.operations import DTensorFunctions
 from flextrain.strategies.mesh.tensor.styles import as_replicated, distribute_model, style_of
@@ -40,6 +41,8 @@ RESULTS = Path(__file__).parent / "results"
 PARAMETERS, SIZE, WIDTH, ROWS, LAYERS, WARM_UP = 291, 8, 8, 4, 16, 3
 KINDS = ("plain", "local", "dtensor")
 """Ordinary tensors on one device; the kinds of ``strategy.tp_kind``."""
+HAND = "hand"
+"""Layers divided by hand, of ordinary tensors: what the messages cost without flextrain."""
 
 
 @contextmanager
@@ -60,15 +63,69 @@ class Case(NamedTuple):
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
+class _Copied(torch.autograd.Function):
+    """What every process has; its gradient is added over the processes."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over the processes."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        dist.all_reduce(tensor, group=group)
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class ByColumns(nn.Linear):
+    """Divided by hand, as Shoeybi et al. 2019, Megatron-LM, do it: every process computes some of the outputs."""
+
+    group: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.linear(_Copied.apply(input, self.group), self.weight, self.bias)
+
+
+class ByRows(nn.Linear):
+    """The same; every process takes some of the inputs."""
+
+    group: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _Summed.apply(functional.linear(input, self.weight), self.group) + self.bias
+
+
+def by_hand(mesh: DeviceMesh) -> nn.Sequential:
+    """``LAYERS`` layers of ordinary tensors, divided over the mesh by columns and rows in turn."""
+    part = WIDTH // mesh.size()
+    layers = [ByRows(part, WIDTH) if index % 2 else ByColumns(WIDTH, part) for index in range(LAYERS)]
+    for layer in layers:
+        layer.group = mesh.get_group()
+    return nn.Sequential(*layers)
+
+
 def linear(kind: str, what: str, mesh: DeviceMesh) -> Case:
     """Forward and backward of several Linear, one after the other, divided by columns and rows in turn."""
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    model = by_hand(mesh) if kind == HAND else nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     x, gradient = torch.randn(ROWS, WIDTH, requires_grad=True), torch.randn(ROWS, WIDTH)
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     styles = {str(index): style_of(("colwise", "rowwise")[index % 2], "plan") for index in range(LAYERS)}
     if kind == "local":
         local = LocalTensors(model, mesh, styles)
-        settle_gradients(model.parameters())  # as the strategy does
         # As the first batch, after it was compared: the other process is not there, whose part the comparison would miss.
         local.alone = frozenset(name for name in styles if int(name) % 2 == 0)
         context = local.running
@@ -151,9 +208,9 @@ def measure(rounds: int, iterations: int) -> dict[str, Any]:
     rows = []
     with mesh_of_two() as mesh:
         for name, (make, what, divisor) in CASES.items():
-            times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+            times: dict[str, list[float]] = {kind: [] for kind in (*KINDS, *((HAND,) if make is linear else ()))}
             for _ in range(rounds):
-                for kind in KINDS:
+                for kind in times:
                     times[kind].append(timed(make(kind, what, mesh), iterations // divisor))
             layers = LAYERS if make is linear else 1
             row = {kind: statistics.median(found) / layers for kind, found in times.items()}
@@ -169,9 +226,12 @@ def markdown(report: dict[str, Any]) -> str:
         plain = row["plain"]
         ours = [f"{row[kind]:,.1f} | {row[kind] / plain:.2f}" for kind in ("local", "dtensor")]
         lines.append(f"| {row['name']} | {plain:,.1f} | {' | '.join(ours)} |")
+    (layer,) = (row for row in report["rows"] if HAND in row)
     lines += [
         "",
-        f"Linear is forward and backward of one of {LAYERS}, with the call of its collective. Medians of the processor's time over "
+        f"Linear is forward and backward of one of {LAYERS}, with the call of its collective, which plain tensors do without. Layers of "
+        f"ordinary tensors divided by hand, with the same calls, take {layer[HAND]:,.1f} us: flextrain's take {layer['local'] / layer[HAND]:.2f} "
+        "times as long. Medians of the processor's time over "
         f"{report['rounds']} rounds, one thread, one process of two, the other one pretended. Python {report['python']}, torch {report['torch']}, on the CPU.",
     ]
     return "\n".join(lines) + "\n"

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..core.base.errors import CheckpointError, ConfigError, StrategyError
 from ..core.base.registry import OPTIMIZERS
-from ..core.torch_compat.torch_private import has_step_hooks, without_function_modes
+from ..core.torch_compat.torch_private import without_function_modes
 
 if TYPE_CHECKING:
     from .local_shards import LocalShards
@@ -33,7 +33,6 @@ _ELEMENTWISE = frozenset(
         "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam",
     )
 )  # fmt: skip
-_ON_SHARDS = _ELEMENTWISE - {torch.optim.SparseAdam}  # whose gradients have no layout as DTensors
 NOTHING = nullcontext()
 
 
@@ -103,17 +102,16 @@ class OptimizerAdapter:
         """Raise StrategyError if it cannot train the parameters of ``model`` on their device and in their layout."""
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Context of ``optimizer.step()``: an elementwise optimizer of torch's steps on local shards of DTensors, if no hook sees them."""
+        """Context of ``optimizer.step()``, in which an elementwise optimizer has local shards in place of DTensors."""
         groups = self.optimizer.param_groups
         if (size := [len(group["params"]) for group in groups]) != self._size:
             parameters = (parameter for group in groups for parameter in group["params"])
-            has_shards = type(self.optimizer) in _ON_SHARDS and any(isinstance(one, DTensor) for one in parameters)
             self._size, self._shards = size, None
-            if has_shards:
+            if any(isinstance(one, DTensor) for one in parameters):
                 from .local_shards import LocalShards  # a script on one device does without it
 
-                self._shards = LocalShards(self.optimizer)
-        return NOTHING if self._shards is None or has_step_hooks(self.optimizer) else self._shards.step()
+                self._shards = LocalShards(self.optimizer, type(self.optimizer) in _ELEMENTWISE)
+        return NOTHING if self._shards is None else self._shards.step()
 
     @contextmanager
     def only(self, group: dict[str, Any]) -> Iterator[None]:

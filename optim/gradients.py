@@ -26,8 +26,15 @@ from ..core.torch_compat.torch_private import (
 
 
 def gradients(param_groups: Iterable[dict[str, Any]]) -> list[Tensor]:
-    """The gradients of all parameters that have one."""
-    return [p.grad for group in param_groups for p in group["params"] if p.grad is not None]
+    """The gradients of all parameters that have one; those of DTensors get the layout of their parameter if they have another.
+
+    They may be pending sums over processes, whose summands cannot be clipped.
+    """
+    found = [p for group in param_groups for p in group["params"] if p.grad is not None]
+    for one in found:
+        if isinstance(one, DTensor) and isinstance(one.grad, DTensor) and one.grad.placements != one.placements:
+            one.grad = one.grad.redistribute(placements=one.placements)
+    return [p.grad for p in found]
 
 
 def by_layout(parameters: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from ..core.torch_compat.dtensor_private import hand_gradients, laid_out_as, local_tensor, local_tensors
-from ..core.torch_compat.torch_private import without_function_modes
+from ..core.torch_compat.torch_private import has_step_hooks, without_function_modes
+from .gradients import gradients
 
 # State of torch's optimizers that is one number per parameter; all other tensors have the parameter's shape.
 _SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
@@ -28,11 +29,15 @@ class LocalShards:
     what it knows with what is there, object by object and without a call for each, and looks closer where something is new.
 
     Args:
-        optimizer: a built optimizer that updates every element of a parameter independently.
+        optimizer: a built optimizer.
+        is_elementwise: whether it is torch's own, and updates every element of a parameter independently. Others, and those whose
+            hooks look at parameters, step the DTensors.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, is_elementwise: bool) -> None:
         self._optimizer = optimizer
+        # SparseAdam's gradients have no layout as DTensors.
+        self._is_able = is_elementwise and not isinstance(optimizer, SparseAdam)
         self._known: dict[Tensor, _Shard] = {}
         self._inner: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         self._own: list[list[Tensor]] = []  # by group, what the step has
@@ -44,9 +49,16 @@ class LocalShards:
         self._seen: list[Any] = []
         self._seen_inside: list[Any] = []
 
+    def step(self) -> AbstractContextManager[None]:
+        """Context for ``optimizer.step()``; what it gets of a gradient is laid out as the parameter."""
+        if self._is_able and not has_step_hooks(self._optimizer):
+            return self._step()
+        gradients(self._optimizer.param_groups)
+        return nullcontext()
+
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Context for ``optimizer.step()``: groups and state have ordinary tensors, and are as before after it."""
+    def _step(self) -> Iterator[None]:
+        """Context in which groups and state have ordinary tensors; they are as before after it."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
         whole = [group["params"] for group in groups]
         if [*map(len, whole)] != self._sizes or not _same(self._there(whole, state), self._seen):

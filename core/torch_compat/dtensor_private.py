@@ -107,13 +107,6 @@ def laid_out_as(tensor: DTensor, local: Tensor) -> DTensor:
     return made
 
 
-def settle_gradient(parameter: Tensor) -> None:
-    """Give a parameter's gradient the layout of the parameter; a hook after accumulation. 2.6, 2.15."""
-    gradient, own = cast(DTensor, parameter.grad), cast(DTensor, parameter)
-    if gradient.placements != own.placements:
-        parameter.grad = gradient.redistribute(placements=own.placements)
-
-
 def gradient_of(parameter: DTensor, local: Tensor, node: Any) -> DTensor | None:
     """Return the gradient that backward gives for a parameter, from this process's part; None: it was added already. 2.6, 2.15.
 
@@ -123,10 +116,9 @@ def gradient_of(parameter: DTensor, local: Tensor, node: Any) -> DTensor | None:
     Args:
         node: of the graph, to which backward would give it.
     """
-    hooks = parameter._post_accumulate_grad_hooks
-    if hooks and any(hook is not settle_gradient for hook in hooks.values()):
+    if parameter._post_accumulate_grad_hooks or parameter._backward_hooks:
         return laid_out_as(parameter, local)
-    if parameter._backward_hooks or not parameter.is_leaf or not _adds_to_leaf(node):
+    if not parameter.is_leaf or not _adds_to_leaf(node):
         return laid_out_as(parameter, local)
     if getattr(parameter, "grad_dtype", None) not in (None, local.dtype):
         return laid_out_as(parameter, local)

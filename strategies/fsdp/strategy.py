@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from ...core.base.errors import StrategyError, counted
 from ...core.base.registry import STRATEGIES
@@ -31,7 +30,6 @@ from ...core.torch_compat.dtensor_private import (
     chunks_on_demand,
     fill_gradients,
     reset_after_error,
-    settle_gradient,
     settle_root,
     settle_unit,
 )
@@ -95,18 +93,6 @@ class NotingErrors:
         """Whether nothing computes, and no other thread may begin to."""
         own = self.thread in (None, current_thread())
         return not self.is_open and (own or not cast(Thread, self.thread).is_alive())
-
-
-def settle_gradients(parameters: Iterable[nn.Parameter]) -> list[RemovableHandle]:
-    """Give gradients of parameters that FSDP does not shard the layout of their parameters, as it does for all others.
-
-    They may be pending sums over processes, whose summands cannot be clipped. Returned are the handles of the hooks that do it.
-    """
-    return [
-        parameter.register_post_accumulate_grad_hook(settle_gradient)  # type: ignore[no-untyped-call]
-        for parameter in parameters
-        if isinstance(parameter, DTensor) and parameter.requires_grad
-    ]
 
 
 # Hybrid sharding by nodes: how many replicas there are if each node holds one.
@@ -451,7 +437,6 @@ class FSDPStrategy(Strategy):
             for root in roots:
                 prefetch(root, self._units, self.config.prefetch)
         self._log_units()
-        self._gradient_hooks += settle_gradients(self._whole)
         for root in roots:
             root.register_forward_hook(self._leave_root, always_call=True)
         return model
@@ -520,7 +505,6 @@ class FSDPStrategy(Strategy):
         """Return a model whose parameters stay as they are: each of them is on one process, or divided already."""
         self._materialize(model, on_host=False)
         model.to(self.device)
-        self._gradient_hooks += settle_gradients(model.parameters())
         return model
 
     def _choose_units(self, model: nn.Module) -> list[nn.Module]:
