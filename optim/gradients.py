@@ -26,15 +26,20 @@ from ..core.torch_compat.torch_private import (
 
 
 def gradients(param_groups: Iterable[dict[str, Any]]) -> list[Tensor]:
-    """The gradients of all parameters that have one; those of DTensors get the layout of their parameter if they have another.
+    """The gradients of all parameters that have one, settled."""
+    return [cast(Tensor, p.grad) for p in settled(p for group in param_groups for p in group["params"])]
 
-    They may be pending sums over processes, whose summands cannot be clipped.
+
+def settled(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The parameters that have a gradient; that of a DTensor gets the layout of its parameter if it has another one.
+
+    It may be a pending sum over processes, whose summands cannot be clipped.
     """
-    found = [p for group in param_groups for p in group["params"] if p.grad is not None]
+    found = [p for p in parameters if p.grad is not None]
     for one in found:
         if isinstance(one, DTensor) and isinstance(one.grad, DTensor) and one.grad.placements != one.placements:
             one.grad = one.grad.redistribute(placements=one.placements)
-    return [p.grad for p in found]
+    return found
 
 
 def by_layout(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -86,7 +91,7 @@ def average(parameters: list[Tensor], data: DataShard) -> None:
     for parameter, is_used in zip(parameters, used, strict=True):
         if is_used and parameter.grad is None:
             parameter.grad = parameter.new_zeros(parameter.shape)
-    data.average([local for p in parameters if p.grad is not None for local in _local([p.grad])])
+    data.average([local for p in settled(parameters) for local in _local([cast(Tensor, p.grad)])])
 
 
 def clip_by_norm(

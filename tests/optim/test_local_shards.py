@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flextrain.core.comm import collectives as dist
+from flextrain.core.comm.topology import DataShard
 from flextrain.core.torch_compat.dtensor_private import laid_out_as
+from flextrain.optim.gradients import average
 from flextrain.optim.wrapper import adapter_for
 from flextrain.testing import WorkerGroup
 
@@ -170,3 +172,22 @@ def test_known_parameters_are_stepped_without_a_call_for_each(workers2: WorkerGr
     few, many = (workers2.run(calls_of_a_step, count)[0] for count in (2, 20))
     assert few == many
     assert many[1] in ([], ["__new__"]), "DTensor's own constructor, in Python before torch 2.10"
+
+
+def averaged_with_none() -> Any:
+    """In a worker of four: the mean of a pending sum over two shards of the data, of which one has used the parameter."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=4, init_method="env://", timeout_s=60)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    bias = nn.Parameter(distribute_tensor(torch.zeros(3), mesh["tp"], [Replicate()]))
+    if mesh.get_local_rank("data") == 0:
+        summand = torch.full((3,), 1.0 + mesh.get_local_rank("tp"))
+        bias.grad = DTensor.from_local(summand, mesh["tp"], [Partial()])  # type: ignore[assignment]
+    average([bias], DataShard(mesh.get_local_rank("data"), 2, mesh.get_group("data")))
+    found = bias.grad.full_tensor().tolist()  # type: ignore[union-attr]
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_pending_sum_is_averaged_with_processes_that_have_none(workers: Callable[[int], WorkerGroup]) -> None:
+    assert workers(4).run(averaged_with_none) == [[1.5] * 3] * 4

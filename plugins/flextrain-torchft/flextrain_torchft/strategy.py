@@ -26,6 +26,7 @@ from flextrain import (
     Strategy,
     StrategyError,
 )
+from flextrain.optim.gradients import settled
 from flextrain.runner.hooks import CheckpointHook
 from flextrain.strategies import StrategyConfig
 from flextrain.strategies.parts import cannot_repeat, hooks_of
@@ -254,6 +255,7 @@ class _InGroups(Strategy):
         if self.groups.count == 1:
             return True
         trained = self._trained()
+        settled(trained)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
         is_used = [float(p.grad is not None) for p in trained]
         # In float64 on the host: counts are exact, and values of any dtype are.
