@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -12,6 +14,26 @@ from torch import Tensor, nn
 from ..base.errors import ConfigError, StrategyError, one_of
 from ..base.trees import map_tensors
 from ..torch_compat.torch_private import BATCH_NORM_BASE, NORM_BASE
+
+
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """Context in which products of float32 have all digits. TF32 has three of them, and convolutions use it unless told otherwise."""
+    cudnn: Any = torch.backends.cudnn
+    try:
+        before = [(cudnn, "allow_tf32", cudnn.allow_tf32)]
+    except RuntimeError:  # convolutions and recurrent layers have been given switches of their own
+        before = [(each, "fp32_precision", each.fp32_precision) for each in (cudnn.conv, cudnn.rnn)]
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
 
 # Find normalisation layers and their running statistics.
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ...core.base.trees import tree_map_only
+from ...core.device.precision import exact_float32
 from ...core.random.generators import kept_random_state
 from ...core.torch_compat.torch_private import TorchDispatchMode, arguments_of, without_compiling
 
@@ -19,7 +20,7 @@ _SMALL = 1e-3
 """Parameters whose elements are all smaller are larger in a trial: gates, scales and last layers are often initialised so."""
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 # Relative to a gradient's own size, and to that of all: sums in another order, and gradients that are rounding errors alone.
-_EXACT, _COARSE, _HALF = (1e-3, 1e-6), (2e-2, 1e-3), (0.1, 1e-2)
+_EXACT, _HALF = (1e-3, 1e-6), (0.1, 1e-2)
 
 
 @contextmanager
@@ -27,7 +28,8 @@ def trying(model: nn.Module, changed: Collection[torch.Size] = ()) -> Iterator[l
     """Context of a forward, and backward, of which nothing remains: no gradient, no state of a module, no random number.
 
     In it, small parameters are not: what they multiply would show in no result. Random numbers are constants, so that two
-    runs have the same whatever the shapes in which they draw; the context gives the list of these shapes, see ``drawn_once``.
+    runs have the same whatever the shapes in which they draw; the context gives the list of these shapes, see ``drawn_once``. Float32
+    has all its digits.
 
     Args:
         changed: shapes of which what is drawn is another constant.
@@ -38,7 +40,8 @@ def trying(model: nn.Module, changed: Collection[torch.Size] = ()) -> Iterator[l
         parameter.grad = None
     kept = [_Kept(module) for module in model.modules()]
     try:
-        with kept_random_state(device), without_compiling(), _lifted(model), _Constants(device, changed) as constants:
+        constants = _Constants(device, changed)
+        with kept_random_state(device), without_compiling(), exact_float32(), _lifted(model), constants:
             yield constants.shapes
     finally:
         for module in model.modules():
@@ -109,8 +112,6 @@ def differing(
     torch.distributed.all_reduce(squares)
     difference, size = squares.sqrt().unbind(1)
     own, of_all = _HALF if dtype.itemsize < 4 else _EXACT
-    if device.type != "cpu" and torch.get_float32_matmul_precision() != "highest":
-        own, of_all = max(own, _COARSE[0]), max(of_all, _COARSE[1])
     excess = difference / (own * size + of_all * squares[:, 1].sum().sqrt())
     excess = torch.where(difference == 0, 0.0, excess)
     worst = int(excess.nan_to_num(nan=torch.inf).argmax())

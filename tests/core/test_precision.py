@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from flextrain.core.device.precision import (
     autocast_computes_in,
     cast_tensors,
     dtypes,
+    exact_float32,
     output_in_float32,
     require,
     to_dtype,
@@ -101,3 +102,35 @@ def test_an_autocast_that_would_do_nothing_is_found() -> None:
 def test_the_report_reads_as_one_line() -> None:
     report = PrecisionReport(compute=(HALF,), parameters=(HALF, FULL), masters=(), gradients=(HALF,))
     assert str(report) == "compute float16, parameters float16/float32, gradients float16"
+
+
+def _set(name: str) -> None:
+    if name == "one of two" and not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("this version of torch has one switch")
+    torch.set_float32_matmul_precision("high" if name == "high" else "highest")
+    if name == "one of two":
+        cast(Any, torch.backends.cudnn).conv.fp32_precision = "ieee"
+    else:
+        torch.backends.cudnn.allow_tf32 = name != "off"
+
+
+def _switches() -> list[Any]:
+    cudnn: Any = torch.backends.cudnn
+    owners = (cudnn.conv, cudnn.rnn) if hasattr(torch.backends, "fp32_precision") else ()
+    return [torch.get_float32_matmul_precision(), *(owner.fp32_precision for owner in owners)]
+
+
+@pytest.mark.parametrize("name", ["as at first", "high", "off", "one of two"])
+def test_float32_is_exact_for_a_while(name: str) -> None:
+    before = _switches()
+    try:
+        _set(name)
+        own = _switches()
+        with exact_float32():
+            assert torch.get_float32_matmul_precision() == "highest"
+            assert not torch.backends.cudnn.allow_tf32
+        assert _switches() == own
+    finally:
+        torch.backends.cudnn.allow_tf32 = True
+        torch.set_float32_matmul_precision("highest")
+    assert _switches() == before

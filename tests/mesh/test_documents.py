@@ -169,6 +169,22 @@ class MeanOfSamples(Plain):
         return {"loss": -((found * counts).sum(1) / counts.sum(1)).mean()}
 
 
+class OfACopy(MeanOfSamples):
+    """The same of labels that are not the batch's, as on a device where forward brings them there."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        return super().forward(input_ids, labels.int().long(), position_ids)
+
+
+class OfTokens(Plain):
+    """Its targets are its tokens, in which no label can stand that does not count; it leaves the batch's labels alone."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, position_ids: Any = None) -> Any:
+        logits = super().forward(input_ids, None, position_ids)
+        assert isinstance(logits, Tensor)
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), input_ids.clone().flatten())}
+
+
 class MeanOfAll(Plain):
     """Its loss is divided by the number of all labels, whether they count or not."""
 
@@ -212,6 +228,11 @@ SHARES: dict[str, tuple[type[nn.Module], Sequence[dict[str, Tensor]], str]] = {
         [_ignoring(END, END), _ignoring(UNEVEN, UNEVEN), _ignoring(END, UNEVEN)],
         "for one sample than for another",
     ),
+    "samples, of a copy": (
+        OfACopy,
+        [_ignoring([], []), _ignoring(END, END), _ignoring(END, UNEVEN)],
+        "for one sample than for another",
+    ),
     "keys": (
         TwoTargets,
         [
@@ -221,6 +242,7 @@ SHARES: dict[str, tuple[type[nn.Module], Sequence[dict[str, Tensor]], str]] = {
         ],
         "for one key than for another",
     ),
+    "tokens": (OfTokens, [_ignoring([], []), _ignoring(END, END)], "has compared it with -100 nowhere"),
     "all": (MeanOfAll, [_ignoring(ENDS, ENDS)], "and where other ones do not count"),
 }
 
@@ -253,7 +275,7 @@ def test_shares_of_labels_that_count_are_those_that_were_compared(workers2: Work
     """A factor weighs the loss of a process. It is no such loss if samples, or targets of two kinds, have factors of their own."""
     for found, expected, message in workers2.run(by_shares, name):
         assert found == pytest.approx(expected[:-1], rel=1e-5)
-        assert message.startswith("batch: has targets of -100, ")
+        assert message.startswith("batch: ")
         assert SHARES[name][2] in message
 
 
@@ -310,9 +332,7 @@ def counting_in_evaluation(model: type[nn.Module]) -> tuple[int, str]:
 def test_labels_that_do_not_count_in_a_later_evaluation(workers2: WorkerGroup) -> None:
     for done, message in workers2.run(counting_in_evaluation, Regularised):
         assert done == 2
-        assert message.startswith(
-            "batch: has targets of -100, and where other ones do not count, model: over strategy.cp=2 "
-        )
+        assert message.startswith("batch: has targets of -100, and where other ones do not count, model")
     assert workers2.run(counting_in_evaluation, Plain) == [(3, ""), (3, "")]
 
 
@@ -320,8 +340,6 @@ def test_labels_that_do_not_count_in_a_later_evaluation(workers2: WorkerGroup) -
 def test_labels_that_do_not_count_after_some_that_all_did(workers2: WorkerGroup) -> None:
     for losses, message in workers2.run(counting, Regularised):
         assert len(losses) == 2
-        assert message.startswith(
-            "batch: has targets of -100, and where other ones do not count, model: over strategy.cp=2 "
-        )
+        assert message.startswith("batch: has targets of -100, and where other ones do not count, model")
     for losses, message in workers2.run(counting, Plain):
         assert (len(losses), message) == (4, "")

@@ -83,7 +83,7 @@ class CutBatch(dict[str, Any]):
         size: number of its samples; None if sequences are along the first dimension.
         dim, dims: dimension of the sequences, and that of each entry that was cut.
         count, total: number of targets that count in the loss, on this process and on all that share the batch.
-        counts_all: every target counts.
+        ignoring: key of the targets of which some do not count; None: every target counts.
         weight: what ``loss_weight`` gives for this shard; 1 if it has not been asked.
         is_weighed: ``loss_weight`` has been asked. One that counts labels is not, of a batch without any, such as one to predict.
         is_sum: the loss is a sum divided by a number that the batch has, no mean over this shard.
@@ -101,7 +101,7 @@ class CutBatch(dict[str, Any]):
     dims: Mapping[str, int]
     count: float
     total: float
-    counts_all: bool
+    ignoring: str | None
     weight: float
     is_weighed: bool
     is_sum: bool
@@ -149,6 +149,7 @@ class SequenceBatches:
         decoder_inputs: gives ``decoder_input_ids`` for labels, of a model with an encoder and a decoder; None: it has one sequence.
         needs: in training (True) and in evaluation, what is wrong with what the model gives where other targets do not count, if that
             was found.
+        targets: keys of the targets of training of which some may not count; None: not known yet.
     """
 
     keys: Mapping[str, int | None]
@@ -161,6 +162,7 @@ class SequenceBatches:
     loss_weight: Callable[[Any], Any] | None = None
     decoder_inputs: Callable[[Tensor], Tensor] | None = None
     needs: dict[bool, Sequence[TargetNeeds]] = field(default_factory=dict)
+    targets: Sequence[str] | None = None
 
     def cut(self, batch: Any) -> CutBatch:
         """Return this process's shard of a batch.
@@ -188,8 +190,7 @@ class SequenceBatches:
         cut.documents, cut.is_full = documents, _are_full([whole.get(key) for key in self._masks])
         cut.size = whole[main].shape[0] if cut.dim else None
         cut.is_sum = self.divides and cut.get("num_items_in_batch") is not None
-        ignoring = self._ignoring(whole, dims)
-        cut.counts_all = ignoring is None
+        cut.ignoring = ignoring = self._ignoring(whole, dims)
         if ignoring is None:
             cut.count, cut.total = length / shards.count, length
         else:
@@ -299,7 +300,13 @@ class SequenceBatches:
 
     def check_counting(self, batch: CutBatch, training: bool) -> None:
         """Raise StrategyError for a batch with targets that do not count, if what the model gives would not be that of one process."""
-        for needs in () if batch.counts_all else self.needs.get(training, ()):
+        if training and self.targets is not None and batch.ignoring not in (None, *self.targets):
+            raise StrategyError(
+                f'batch: "{batch.ignoring}" has entries of {IGNORED}, and the model has compared it with {IGNORED} nowhere in the first '
+                "batch, so that strategy.cp cannot tell whether these are targets that do not count; a first batch with such entries "
+                "tells it"
+            )
+        for needs in () if batch.ignoring is None else self.needs.get(training, ()):
             if needs.of is None:
                 raise StrategyError(
                     f"batch: has targets of {IGNORED}, and where other ones do not count, {needs.problem}"
