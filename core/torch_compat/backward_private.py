@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .torch_private import is_view
 
@@ -20,12 +22,38 @@ def backward_of_input(output: Tensor, grad: Tensor, leaf: Tensor, model: nn.Modu
     output = output.clone() if is_view(output) else output  # torch detaches it in place
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     _, groups = halves.stage_backward_input([output], [grad], [leaf], iter(weights))
+    owners = {get_gradient_edge(weight).node: weight for weight in weights}
     groups = _apart(groups)
-    return lambda: halves.stage_backward_weight(iter(weights), groups)
+
+    def finish() -> None:
+        while groups:
+            _add_gradients(groups.pop(0), owners)
+
+    return finish
+
+
+def _add_gradients(group: dict[str, Any], owners: Mapping[Any, Tensor]) -> None:
+    """Add the gradients of a group of weights to them. Versions of torch before 2.15 count twice what one node gives another of a group."""
+    parts = [*zip(group["intermediates"], group["grads"], strict=True)]
+    ends = [(GradientEdge(node, i), one) for node, own in parts for i, one in enumerate(own) if one is not None]
+    if not ends:
+        return
+    edges, grads = zip(*ends, strict=True)
+    # Each node gets what it got in the first half, whatever comes from others.
+    handles = [node.register_prehook(lambda _, own=own: own) for node, own in parts] if len(parts) > 1 else []
+    try:
+        leaves = [*group["params"]]
+        found = torch.autograd.grad(edges, [GradientEdge(leaf, 0) for leaf in leaves], grads)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for leaf, gradient in zip(leaves, found, strict=True):
+        weight = owners[leaf]
+        weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
 
 
 def _apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join the groups of weights that have some in common, whose gradients torch would add up once for each group."""
+    """Join the groups of weights that have some in common, whose gradients would be added up once for each group."""
     found: list[dict[str, Any]] = []
     for group in groups:
         joined = [other for other in found if other["params"] & group["params"]]

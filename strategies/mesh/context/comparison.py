@@ -194,8 +194,8 @@ class MixedPositions(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._judge(name, inputs, outputs, kinds, after, is_computed, "reduction" in given)
         keys: dict[str, bool] = {}
         for tensor in inputs:
-            for key, is_same in self._keys(tensor).items():
-                keys[key] = keys.get(key, True) and is_same and name in _COPIED
+            for entry, is_same in self._keys(tensor).items():
+                keys[entry] = keys.get(entry, True) and is_same and name in _COPIED
         for output, found in zip(outputs, after, strict=True):
             self._write(output, found)
             self._keys(output).update(keys)
