@@ -63,7 +63,8 @@ class Ties:
     def add(self, optim: Any) -> None:
         """Replace the gradients of shared parameters by their sums over the processes that have them; a collective."""
         shared = [*self._of(optim)]
-        settled(parameter for parameter, _ in shared)  # summands of one stage are nothing to add to another stage's whole
+        # Summands of one stage are nothing to add to another stage's whole.
+        settled(parameter for parameter, _ in shared)
         for parameter, group in shared:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
