@@ -76,7 +76,7 @@ class Position:
 
 
 def follow(runner: Run, name: str, first: GroupValues, position: Position, resumes_optimizer: bool) -> bool:
-    """Move the schedulers of an optimizer to their position, if their settings have changed; False: they have not.
+    """Move the schedulers of an optimizer to their position, if their settings or what they start from have changed; False: neither has.
 
     The values become those that a run with the new schedules alone has at this position, from the checkpoint's initial
     values. The counters stay. One warning says what has changed.
@@ -93,8 +93,14 @@ def follow(runner: Run, name: str, first: GroupValues, position: Position, resum
     """
     group: Sequence[ParamScheduler] = runner.schedulers[name]
     then, now = position.then, [settings(scheduler) for scheduler in group]
+    live = runner.optim_wrapper.wrappers[name].param_groups  # type: ignore[union-attr]
     if list(then) == now:
-        return False
+        if resumes_optimizer or not _start_elsewhere(group, position.states):
+            return False
+        iters, epochs = position.steps(by_epoch=False), position.steps(by_epoch=True)
+        replay(group, first, iters=iters, epochs=epochs, epoch_length=position.epoch_lengths[1])
+        adopt(group, first, live)
+        return True
     what, by_end, follows_epochs = _differences(name, then, now, position)
     if by_end:
         runner.logger.info(f"{what}: the values so far are the same")
@@ -109,7 +115,6 @@ def follow(runner: Run, name: str, first: GroupValues, position: Position, resum
         raise CheckpointError(
             f"{what}; its schedulers have made steps already and cannot follow: resume in a new runner"
         )
-    live = runner.optim_wrapper.wrappers[name].param_groups  # type: ignore[union-attr]
     old = _values_then(position, live, group)
     _restore_initial(first, live, group, position, resumes_optimizer)
     iters = position.steps(by_epoch=False)
@@ -134,6 +139,13 @@ def follow(runner: Run, name: str, first: GroupValues, position: Position, resum
         since = f" because an epoch has {position.epoch_lengths[1]} iterations and had {position.epoch_lengths[0]}"
     runner.logger.warning(f"{what}{since}; {', '.join(told)}")
     return True
+
+
+def _start_elsewhere(group: Sequence[ParamScheduler], states: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the groups start from other values than those in the checkpoint, or are others, and what follows can be computed."""
+    if any(scheduler.need_val_args or scheduler.has_begun for scheduler in group):
+        return False
+    return any(s.base_values != state["base_values"] for s, state in zip(group, states, strict=True))
 
 
 def _differences(

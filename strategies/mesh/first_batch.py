@@ -15,6 +15,7 @@ from ...core.base.trees import tree_map_only
 from ...core.device.precision import exact_float32
 from ...core.random.generators import kept_random_state
 from ...core.torch_compat.torch_private import TorchDispatchMode, arguments_of, without_compiling
+from ...optim.gradients import settled
 
 _SMALL = 1e-3
 """Parameters whose elements are all smaller are larger in a trial: gates, scales and last layers are often initialised so."""
@@ -75,6 +76,7 @@ def differentiated(model: nn.Module, loss: Tensor, group: Any = None) -> dict[st
         # Numbers in float16 end at 6e-8.
         scale = 4096.0 if any(p.dtype == torch.float16 for p in model.parameters()) else 1.0
         (loss * scale).backward()  # type: ignore[no-untyped-call]
+    settled(model.parameters())
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from flextrain.core.torch_compat.dtensor_private import is_gathered
 from flextrain.runner.loops.step import Stepper
+from flextrain.strategies.mesh.first_batch import differentiated
 from flextrain.strategies.parts import explain
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import shard, train
@@ -93,3 +96,19 @@ def losses_while_looking(axis: str, looks: bool) -> list[float]:
 @pytest.mark.parametrize("axis", ["cp", "tp", pytest.param("pp", marks=pytest.mark.full)])
 def test_the_module_may_be_asked_for_at_any_time(workers2: WorkerGroup, axis: str) -> None:
     assert workers2.run(losses_while_looking, axis, True) == workers2.run(losses_while_looking, axis, False)
+
+
+def own_part_of_gradients() -> list[list[list[float]]]:
+    """In a worker: what is compared of a divided parameter whose gradient is whole, or a pending sum."""
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    for layout in (Replicate(), Partial()):
+        layer = nn.Linear(1, 2, bias=False)
+        layer.weight = nn.Parameter(distribute_tensor(torch.zeros(2, 1), mesh, [Shard(0)]))
+        layer.weight.grad = DTensor.from_local(torch.tensor([[1.0], [2.0]]), mesh, [layout])
+        found.append(differentiated(layer, torch.zeros(()))["weight"].tolist())
+    return found
+
+
+def test_gradients_are_compared_in_the_layout_of_their_parameters(workers2: WorkerGroup) -> None:
+    """DTensors leave them in any layout, which depends on shapes."""
+    assert workers2.run(own_part_of_gradients) == [[[[1.0]], [[2.0]]], [[[2.0]], [[4.0]]]]

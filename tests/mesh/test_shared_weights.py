@@ -3,8 +3,13 @@
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
+from flextrain import OptimWrapper
+from flextrain.strategies.mesh.pipeline.pipeline_parallel import Ties
 from flextrain.testing import WorkerGroup
 
 from . import models
@@ -42,3 +47,22 @@ ATTENTION = {"layers.*.[qkv]": "colwise", "layers.*.out": "rowwise"}
 )  # fmt: skip
 def test_shared_weights_stay_one_without_memory(workers2: WorkerGroup, spec: dict[str, Any], name: str) -> None:
     workers2.run(parity, spec, name)
+
+
+def added_up() -> list[list[float]]:
+    """In a worker: a divided parameter's gradient that is a pending sum over this stage, added to that of another stage."""
+    layer = nn.Linear(1, 2, bias=False)
+    ties = Ties(layer, lambda _: ())
+    mesh = init_device_mesh("cpu", (2,))
+    layer.weight = nn.Parameter(distribute_tensor(torch.zeros(2, 1), mesh, [Shard(0)]))
+    layer.weight.grad = DTensor.from_local(torch.tensor([[1.0], [2.0]]), mesh, [Partial()])
+    ties._shared = [(layer.weight, distributed.new_subgroups(1)[0])]
+    optim = OptimWrapper(dict(type="SGD", lr=1.0))
+    optim.build(layer)
+    ties.add(optim)
+    return layer.weight.grad.to_local().tolist()
+
+
+def test_gradients_of_stages_are_added_in_the_layout_of_the_parameter(workers2: WorkerGroup) -> None:
+    """Summands of one stage are nothing to add to another stage's whole."""
+    assert workers2.run(added_up) == [[[2.0]], [[4.0]]]

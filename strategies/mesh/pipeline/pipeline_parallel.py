@@ -19,6 +19,7 @@ from ....core.comm.collectives import group_with_this_process
 from ....core.device.device import DEVICES
 from ....core.model.base_model import overrides
 from ....core.torch_compat.graphs_private import may_have_graphs
+from ....optim.gradients import settled
 from ...base import EvalStep, Optim, TrainStep
 from ...fsdp import choose_units
 from ...noted import tied
@@ -61,7 +62,10 @@ class Ties:
 
     def add(self, optim: Any) -> None:
         """Replace the gradients of shared parameters by their sums over the processes that have them; a collective."""
-        for parameter, group in self._of(optim):
+        shared = [*self._of(optim)]
+        # Summands of one stage are nothing to add to another stage's whole.
+        settled(parameter for parameter, _ in shared)
+        for parameter, group in shared:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             grad: Tensor = parameter.grad
