@@ -209,6 +209,14 @@ class EMAHook(Hook):
                 f"from them; what others call a decay of {self.momentum} is momentum={1 - self.momentum:.4g}"
             )
 
+    def before_train_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
+        """Restore the weights after an evaluation that has not come to its end: a hook went on after an error, say."""
+        self._swap_out(runner)
+
+    def after_train(self, runner: Run) -> None:
+        """See before_train_iter; a loop of the user's may have ended its last evaluation without the hooks after it."""
+        self._swap_out(runner)
+
     def after_train_iter(
         self,
         runner: Run,

@@ -232,6 +232,15 @@ class EvalLoop(BaseLoop):
         runner.call_hook(f"before_{self.mode}_epoch")
         back_to_training = modes_of(runner.model)
         runner.model.eval()
+        try:
+            metrics = self._evaluate_all()
+        finally:  # a hook of the user's may go on after an error
+            back_to_training()
+        runner.call_hook(f"after_{self.mode}_epoch", metrics=metrics)
+        runner.call_hook(f"after_{self.mode}")
+        return metrics
+
+    def _evaluate_all(self) -> dict[str, Any]:
         idx = -1
         with closing(self.batches()) as batches:
             for idx, batch in enumerate(batches):
@@ -240,11 +249,7 @@ class EvalLoop(BaseLoop):
             raise ConfigError(
                 f"{self.mode}_dataloader: {name_of(self.dataloader)} gives no batch, evaluation needs one"
             )
-        metrics = self.evaluator.evaluate(self._num_kept())
-        back_to_training()
-        runner.call_hook(f"after_{self.mode}_epoch", metrics=metrics)
-        runner.call_hook(f"after_{self.mode}")
-        return metrics
+        return self.evaluator.evaluate(self._num_kept())
 
     def batches(self) -> Generator[Any, None, None]:
         """See BaseLoop; the metrics begin again."""

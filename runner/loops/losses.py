@@ -32,8 +32,8 @@ def kept(value: Tensor) -> Tensor:
 
 
 def mean_of(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the means of the values that all parts have."""
-    total = dict(parts[0])
+    """Return the means of the values that all parts have; a sum of truth values or small integers would be of their dtype."""
+    total = {name: value if value.is_floating_point() else value.float() for name, value in parts[0].items()}
     for part in parts[1:]:
         total = {name: total[name] + part[name] for name in total if name in part}
     return {name: value / len(parts) for name, value in total.items()}

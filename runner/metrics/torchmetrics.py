@@ -67,7 +67,8 @@ class TorchMetric(BaseMetric):
         A metric that keeps predictions in lists does not join a collective if its list is empty (torchmetrics 1.9), and
         the other ranks would wait for it forever.
         """
-        parts = list(self.metric.values()) if isinstance(self.metric, nn.ModuleDict) else [self.metric]
+        # Of a collection and of a wrapper of other metrics, those inside combine their own state.
+        parts = [part for part in self.metric.modules() if hasattr(part, "process_group")]
         before = [part.process_group for part in parts]
         metrics: dict[str, Any] = {}
         with dist.group_of(ranks) as group:

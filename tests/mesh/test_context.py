@@ -251,6 +251,60 @@ def test_runner_with_two_data_shards(workers: Callable[[int], WorkerGroup], tmp_
     workers(4).run(ran_alike, dict(CP2, cp_kind="ulysses"), 2, tmp_path)
 
 
+class Sometimes(Modes):
+    """Logs a value in every second update only, and from then on another one in the others."""
+
+    update = 0
+
+    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None, mode: str = "loss") -> Any:
+        found = super().forward(input_ids, labels, position_ids, mode)
+        if mode == "loss":
+            found = {**found, "odd" if self.update % 2 else "even": found["loss"].detach() * 2}
+        return found
+
+
+class Logged(Hook):
+    """What each update gives to the log."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self.seen.append({name: float(value) for name, value in outputs.items()})
+        runner.strategy.module.update += 1
+
+
+def logged(spec: Mapping[str, Any], folder: Path) -> list[dict[str, float]]:
+    torch.manual_seed(3)
+    batch = sample("plain", 8, 0)
+    items = [{name: values[i] for name, values in batch.items()} for i in range(8)]
+    hook = Logged()
+    runner = FlexibleRunner(
+        model=Sometimes,
+        work_dir=folder,
+        strategy=dict(spec, device=DEVICE),
+        train_dataloader=dict(batch_size=2, dataset=items, collate_fn=dict(type="default_collate")),
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
+        train_cfg=dict(max_epochs=1),
+        custom_hooks=[hook],
+        randomness=dict(seed=7),
+    )
+    try:
+        runner.train()
+    finally:
+        runner.strategy.leave()
+    return hook.seen
+
+
+def test_what_a_model_logs_in_some_updates_only(workers2: WorkerGroup, tmp_path: Path) -> None:
+    """A value is that of the whole sequences, or left out: no NaN, and none of a process's own positions."""
+    found = workers2.run(logged, CP2, tmp_path / "two")[0]
+    expected = logged(ONE, tmp_path / "one")
+    for mine, other in zip(found, expected, strict=True):
+        other.pop("odd", None)
+        assert mine == pytest.approx(other, rel=1e-4)
+
+
 # Refused before the hooks of the first update
 
 

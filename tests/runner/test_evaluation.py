@@ -345,6 +345,25 @@ def test_torchmetrics_on_two_processes(tmp_path: Path, workers2: WorkerGroup, le
     )
 
 
+def nested_torch_metrics(folder: str) -> tuple[dict[str, Any], ...]:
+    import torchmetrics
+    from torchmetrics.classification import MulticlassAccuracy
+
+    wrapper = torchmetrics.ClasswiseWrapper(MulticlassAccuracy(num_classes=2, average=None))
+    parts = validation(1) | dict(model=lambda: Pairs("tuple"))
+    kinds = (wrapper, torchmetrics.MetricCollection({"each": wrapper}), wrapper.metric + wrapper.metric)
+    return tuple(evaluate(folder, **{**parts, "val_evaluator": kind}) for kind in kinds)
+
+
+@pytest.mark.distributed
+def test_metrics_inside_of_torchmetrics_beside_a_process_without_data(tmp_path: Path, workers2: WorkerGroup) -> None:
+    """They combine their own state, and waited for the process that has none."""
+    pytest.importorskip("torchmetrics")
+    classwise, collection, sums = workers2.run(nested_torch_metrics, str(tmp_path))[0]
+    assert list(classwise.values()) == list(collection.values())
+    assert sums == {"CompositionalMetric": [2 * value for value in classwise.values()]}
+
+
 class Backwards(DistributedSampler[Any]):
     """The last sample first, so that what is repeated does not come last."""
 

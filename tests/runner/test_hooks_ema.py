@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flextrain import CheckpointError, ConfigError, DDPStrategy, FlexibleRunner, Hook
 from flextrain.core.checkpoint import Checkpoint
+from flextrain.runner import ValLoop
 from flextrain.runner.hooks import EMAHook, ema
 from flextrain.runner.hooks.ema import WeightAverage
 from flextrain.testing import WorkerGroup
@@ -271,6 +272,47 @@ def test_the_weights_come_back_when_validation_raises(new_run: Callable[..., Fle
     with pytest.raises(RuntimeError, match="in validation"):
         run.train()
     assert torch.equal(run.strategy.module.linear.weight, hook.own)  # type: ignore[arg-type,union-attr]
+
+
+class Catching(Hook):
+    """Evaluates after each update, and goes on after an error."""
+
+    def __init__(self) -> None:
+        self.modes: list[bool] = []
+        self.fails = False
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self.fails = True
+        with pytest.raises(RuntimeError, match="in validation"):
+            runner.val_loop.run()
+        self.fails = False
+        self.modes.append(runner.strategy.module.training)
+
+    def after_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        if self.fails:
+            raise RuntimeError("in validation")
+
+
+class WithoutHooksAfter(ValLoop):
+    def run(self) -> Any:
+        self.runner.call_hook("before_val_epoch")
+        for idx, batch in enumerate(self.dataloader):
+            self.run_iter(idx, batch)
+        return self.evaluator.evaluate()
+
+
+@pytest.mark.parametrize("kind", ["caught", "no hooks"])
+def test_training_goes_on_with_its_own_weights_after_an_evaluation_without_an_end(
+    new_run: Callable[..., FlexibleRunner], kind: str
+) -> None:
+    plain = new_run()
+    plain.train()
+    hook = Catching()
+    changes = {"val_cfg": dict(type=WithoutHooksAfter)} if kind == "no hooks" else {}
+    run = new_run(custom_hooks=[EMAHook(momentum=0.1), *([] if changes else [hook])], **changes)
+    run.train()
+    assert torch.equal(run.strategy.module.linear.weight, plain.strategy.module.linear.weight)  # type: ignore[arg-type,union-attr]
+    assert all(hook.modes)
 
 
 def test_of_several_averages_the_first_is_validated_and_training_goes_on_with_its_own_weights(

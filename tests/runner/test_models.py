@@ -300,6 +300,22 @@ def test_steps_of_the_model_are_called(tmp_path: Path) -> None:
     assert model.calls == ["train", "train", "val", "test"]
 
 
+class Counting(Net):
+    """Logs a truth value and a small number beside its loss."""
+
+    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
+        found = super().forward(index, x, y, mode)
+        return {**found, "right": torch.tensor(True), "many": torch.tensor(200, dtype=torch.uint8)}
+
+
+def test_truth_values_and_small_numbers_have_the_mean_of_their_window(tmp_path: Path) -> None:
+    wrapper = dict(optimizer=SGD, accumulative_counts=2)
+    runner = make_runner(tmp_path, model=Counting, optim_wrapper=wrapper, train_cfg=dict(max_epochs=1))
+    runner.train()
+    found = [runner.message_hub.get_scalar(f"train/{name}").data[0] for name in ("right", "many")]
+    assert [{*map(float, values)} for values in found] == [{1.0}, {200.0}]
+
+
 # Data preprocessors
 
 

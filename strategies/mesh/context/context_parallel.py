@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -276,6 +277,7 @@ class Context(Axis):
         )
         self._is_evaluation_compared = False
         self._names: list[str] | None = None
+        self._left_out: set[str] = set()
         return model
 
     def _weight_of(self, batch: Any) -> Any:
@@ -380,8 +382,14 @@ class Context(Axis):
         sent = torch.stack([value.to(total) * weight for value, weight in zip(values, weights, strict=True)])
         both = torch.stack([sent, total])
         torch.distributed.all_reduce(both, group=self.mesh.get_group())
-        means = both[0] / both[1]
-        return {**outputs, **dict(zip(self._names, means.unbind(), strict=True))}
+        means = dict(zip(self._names, (both[0] / both[1]).unbind(), strict=True))
+        if left_out := sorted(outputs.keys() - means.keys() - self._left_out):
+            self._left_out.update(left_out)
+            logging.getLogger("flextrain").warning(
+                f"strategy.cp: the log leaves out {', '.join(left_out)}, which the model did not give in the first update; give it in each"
+            )
+        # A mean that nobody has a value for is none; one without items has those of others.
+        return {name: mean for name, mean in means.items() if name in outputs or not own}
 
 
 class _Scaled:
