@@ -80,7 +80,12 @@ class _Gone(nn.Parameter):
 
 
 def watch_forward(
-    module: nn.Module, parameters: Mapping[str, tuple[nn.Module, str]], why: str, *, is_compiled: bool = False
+    module: nn.Module,
+    parameters: Mapping[str, tuple[nn.Module, str]],
+    why: str,
+    instead: str = "write to it after the update, in a hook, or make it a buffer",
+    *,
+    is_compiled: bool = False,
 ) -> None:
     """Raise in every forward with gradients that writes to one of the parameters, as a moving average of another network is.
 
@@ -92,6 +97,7 @@ def watch_forward(
         module: whose forward is watched; its hooks of before have made the parameters what forward computes with.
         parameters: by name, the module that has the parameter, and its name there.
         why: the write would be lost, as a part of the message.
+        instead: what to do, its last part.
         is_compiled: whether the module is, or is a part of one that is; values are not compared then.
     """
     # Now, because a stage of a pipeline that is under way lets nobody go through its parameters.
@@ -128,10 +134,7 @@ def watch_forward(
         before.clear()
         if changed:
             first = next(name for name, _, _ in positions if name in changed)
-            raise StrategyError(
-                f"model.{first}: forward writes to it, which would be lost, {why}; write to it after the update, in a hook, or make it "
-                "a buffer"
-            )
+            raise StrategyError(f"model.{first}: forward writes to it, which would be lost, {why}; {instead}")
 
     hidden: Callable[[Any], Any] = torch.compiler.disable if is_compiled else lambda hook: hook
     module.register_forward_pre_hook(hidden(begin))
