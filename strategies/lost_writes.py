@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +26,11 @@ class Replaced:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # None of the meta device, which are filled by swap_tensors: it takes no tensor that has a weak reference.
-        real = ((name, parameter) for name, parameter in model.named_parameters() if not parameter.is_meta)
-        self._before = [(name, weakref.ref(parameter)) for name, parameter in real]
+        # Those of the meta device take no memory, and are filled by swap_tensors: it takes no tensor that has a weak reference.
+        self._before: list[tuple[str, Callable[[], nn.Parameter | None]]] = [
+            (name, partial(_same, parameter) if parameter.is_meta else weakref.ref(parameter))
+            for name, parameter in model.named_parameters()
+        ]
 
     def refuse(self, model: nn.Module, strategy: str) -> None:
         """Let every use of a replaced parameter raise StrategyError from now on, and make the values of trained ones NaN.
@@ -44,10 +47,14 @@ class Replaced:
             before = reference()  # None if nobody keeps it
             if before is None or id(before) in now:
                 continue
-            if before.requires_grad and storage_key(before) not in memory:
+            if before.requires_grad and has_values(before) and storage_key(before) not in memory:
                 before.detach().fill_(math.nan)
             if type(before) is nn.Parameter:
                 before.__class__ = type(_Gone)("Replaced", (_Gone,), {"name_in_model": name, "by": strategy})
+
+
+def _same(parameter: nn.Parameter) -> nn.Parameter:
+    return parameter
 
 
 _ALWAYS_TRUE = frozenset(
@@ -66,11 +73,11 @@ class _Gone(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__
-        getter = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
-        if name in _ALWAYS_TRUE_METHODS or getter in _ALWAYS_TRUE:
+        attribute = getattr(func.__self__, "__name__", "") if name in ("__get__", "__set__") else ""
+        if name in _ALWAYS_TRUE_METHODS or (name == "__get__" and attribute in _ALWAYS_TRUE):
             return super().__torch_function__(func, types, args, kwargs or {})
         raise StrategyError(
-            f"model.{cls.name_in_model}: {getter or name} of the parameter that {cls.by} has replaced, which something has kept since before "
+            f"model.{cls.name_in_model}: {attribute or name} of the parameter that {cls.by} has replaced, which something has kept since before "
             "set-up, in a list, a dict or a closure; its values stay as they were, and what is written to it is lost; take it from its "
             "module where it is used"
         )

@@ -68,6 +68,7 @@ USES: dict[str, Callable[[nn.Parameter], Any]] = {
     "_foreach_mul_": lambda kept: torch._foreach_mul_([kept], 0.9),
     "normal_": lambda kept: nn.init.normal_(kept),
     "requires_grad_": lambda kept: kept.requires_grad_(False),
+    "requires_grad": lambda kept: setattr(kept, "requires_grad", False),
     "grad": lambda kept: kept.grad,
     "linear": lambda kept: functional.linear(torch.zeros(2, 4), kept),
 }
