@@ -1,4 +1,4 @@
-"""Forwards that write to parameters whose values a strategy has elsewhere, or compute with what it has replaced: both raise."""
+"""Forwards that write to parameters whose values a strategy has elsewhere, and what uses those that it has replaced: both raise."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Replaced:
-    """The parameters of a model, some of which are about to be replaced; who keeps one of these computes with values that never change.
+    """The parameters of a model, some of which are about to be replaced; whoever keeps one of these has values that never change.
 
     Args:
         model: as it is before that.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # None of the meta device, which are filled by swap_tensors: it takes no tensor that has a weak reference.
-        real = ((name, parameter) for name, parameter in model.named_parameters() if not parameter.is_meta)
-        self._before = [(name, weakref.ref(parameter)) for name, parameter in real]
+        # Those of the meta device take no memory, and are filled by swap_tensors: it takes no tensor that has a weak reference.
+        self._before: list[tuple[str, Callable[[], nn.Parameter | None]]] = [
+            (name, partial(_same, parameter) if parameter.is_meta else weakref.ref(parameter))
+            for name, parameter in model.named_parameters()
+        ]
 
     def refuse(self, model: nn.Module, strategy: str) -> None:
-        """Let backward raise StrategyError from now on where a gradient of a replaced parameter arrives, and make its values NaN.
+        """Let every use of a replaced parameter raise StrategyError from now on, and make the values of trained ones NaN.
 
-        Without a gradient, as in an evaluation, they are read as NaN, not as what they were once.
+        What shares their memory, as ``parameter.data`` that somebody keeps, is read as NaN, not as what it was once.
 
         Args:
             model: as it is now.
@@ -43,21 +45,54 @@ class Replaced:
         memory = {storage_key(_local(parameter)) for parameter in model.parameters()}
         for name, reference in self._before:
             before = reference()  # None if nobody keeps it
-            if before is not None and id(before) not in now and before.requires_grad:
-                before.register_hook(partial(_refuse_gradient, name, strategy))  # type: ignore[no-untyped-call]
-                if storage_key(before) not in memory:
-                    before.detach().fill_(math.nan)
+            if before is None or id(before) in now:
+                continue
+            if before.requires_grad and has_values(before) and storage_key(before) not in memory:
+                before.detach().fill_(math.nan)
+            if type(before) is nn.Parameter:
+                before.__class__ = type(_Gone)("Replaced", (_Gone,), {"name_in_model": name, "by": strategy})
 
 
-def _refuse_gradient(name: str, strategy: str, gradient: Tensor) -> None:
-    raise StrategyError(
-        f"model.{name}: forward computes with the parameter that {strategy} has replaced, which something keeps beside the module that "
-        "has it, such as a list, a dict or a closure; its values would stay as they were; read it in forward from the module"
-    )
+def _same(parameter: nn.Parameter) -> nn.Parameter:
+    return parameter
+
+
+_ALWAYS_TRUE = frozenset(
+    {"shape", "dtype", "device", "ndim", "layout", "is_leaf", "requires_grad", "grad_fn", "is_meta"}
+)
+_ALWAYS_TRUE_METHODS = frozenset(
+    {"__repr__", "__len__", "size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "element_size"}
+)
+
+
+class _Gone(nn.Parameter):
+    """A parameter that a strategy has replaced: only what the new one has in common with it is told."""
+
+    name_in_model = by = ""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        attribute = getattr(func.__self__, "__name__", "") if name in ("__get__", "__set__") else ""
+        if name in _ALWAYS_TRUE_METHODS or (name == "__get__" and attribute in _ALWAYS_TRUE):
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise StrategyError(
+            f"model.{cls.name_in_model}: {attribute or name} of the parameter that {cls.by} has replaced, which something has kept since before "
+            "set-up, in a list, a dict or a closure; its values stay as they were, and what is written to it is lost; take it from its "
+            "module where it is used"
+        )
+
+    def __deepcopy__(self, memo: Any) -> _Gone:
+        return self
 
 
 def watch_forward(
-    module: nn.Module, parameters: Mapping[str, tuple[nn.Module, str]], why: str, *, is_compiled: bool = False
+    module: nn.Module,
+    parameters: Mapping[str, tuple[nn.Module, str]],
+    why: str,
+    instead: str = "write to it after the update, in a hook, or make it a buffer",
+    *,
+    is_compiled: bool = False,
 ) -> None:
     """Raise in every forward with gradients that writes to one of the parameters, as a moving average of another network is.
 
@@ -69,6 +104,7 @@ def watch_forward(
         module: whose forward is watched; its hooks of before have made the parameters what forward computes with.
         parameters: by name, the module that has the parameter, and its name there.
         why: the write would be lost, as a part of the message.
+        instead: what to do, its last part.
         is_compiled: whether the module is, or is a part of one that is; values are not compared then.
     """
     # Now, because a stage of a pipeline that is under way lets nobody go through its parameters.
@@ -105,10 +141,7 @@ def watch_forward(
         before.clear()
         if changed:
             first = next(name for name, _, _ in positions if name in changed)
-            raise StrategyError(
-                f"model.{first}: forward writes to it, which would be lost, {why}; write to it after the update, in a hook, or make it "
-                "a buffer"
-            )
+            raise StrategyError(f"model.{first}: forward writes to it, which would be lost, {why}; {instead}")
 
     hidden: Callable[[Any], Any] = torch.compiler.disable if is_compiled else lambda hook: hook
     module.register_forward_pre_hook(hidden(begin))

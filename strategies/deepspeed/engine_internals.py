@@ -115,9 +115,14 @@ def is_gathered_next(module: nn.Module) -> bool:
     return any(is_partitioned(parameter) and parameter.ds_status.name != "AVAILABLE" for parameter in parameters)
 
 
+def gathered_small(parameter: Any) -> bool:
+    """Return whether stage 3 leaves the parameter whole because it is small; its shard has the values that updates change."""
+    return is_partitioned(parameter) and parameter.ds_persist and parameter.ds_status.name == "AVAILABLE"
+
+
 def gather_small(parameters: Iterable[Any]) -> None:
     """Gather again, from their shards, those of stage 3 that stay whole because they are small; a collective."""
-    whole = [p for p in parameters if is_partitioned(p) and p.ds_persist and p.ds_status.name == "AVAILABLE"]
+    whole = [parameter for parameter in parameters if gathered_small(parameter)]
     if whole:
         whole[0].partition(whole)
         whole[0].all_gather(whole)
@@ -288,12 +293,16 @@ def forget_trial_step(engine: Any) -> None:
     inner_optimizer(engine).state.clear()
 
 
+def in_master(fragment: Fragment) -> Tensor:
+    """Return the shard's values that the optimizer updates, flat."""
+    master = fragment.cut(fragment.flat)
+    return master.to_local() if isinstance(master, FlatShard) else master.reshape(-1)
+
+
 def check_layout(fragments: Iterable[Fragment]) -> None:
     """Raise StrategyError if a master differs from its rounded copy in the model: the fragments would be wrong."""
     for fragment in fragments:
-        copy = fragment.copy_in_model()
-        master = fragment.cut(fragment.flat)
-        local = master.to_local() if isinstance(master, FlatShard) else master.reshape(-1)
+        copy, local = fragment.copy_in_model(), in_master(fragment)
         # NaN is a possible value too, of memory whose values are read later.
         if not torch.allclose(local.to(copy), copy.reshape(-1), rtol=0.0, atol=0.0, equal_nan=True):
             raise StrategyError(

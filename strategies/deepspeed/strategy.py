@@ -59,6 +59,7 @@ from .half_precision import (
     own_shard_of_original,
     take_out_frozen,
 )
+from .outside_writes import OutsideWrites
 from .rehearsed import RehearsedZero
 from .split_init import SplitInit, restore_linear
 from .swap_files import SwapFiles
@@ -389,7 +390,7 @@ class DeepSpeedStrategy(Strategy):
             for key, parameter in module.named_parameters(recurse=False)
             if stage == 3 or is_half or (stage and parameter.requires_grad)
         }
-        watch_forward(self._engine, lost, where)
+        watch_forward(self._engine, lost, where, "make it a buffer, or choose another strategy")
 
     def _adopt(self, model: nn.Module, stage: int, originals: Mapping[str, Tensor]) -> list[engine_internals.Fragment]:
         """Return the engine's fragments, after its masters got the float32 values that half precision has rounded."""
@@ -401,6 +402,7 @@ class DeepSpeedStrategy(Strategy):
                 if fragment.name in originals:
                     fragment.take(originals[fragment.name])
             engine_internals.check_layout(fragments)
+        writes = self._watch_writes(model, stage, fragments)
         if stage and looks_at_whole(self._wrapper):
             nobody = self._nobody
             fragments = SeenWhole(
@@ -411,8 +413,17 @@ class DeepSpeedStrategy(Strategy):
                 self.device,
                 lambda: () if nobody is None else nobody.unused,
             ).fragments
-        self._wrapper.bind(self._engine, fragments, clips_here=stage == 0)
+        self._wrapper.bind(self._engine, fragments, writes, clips_here=stage == 0)
         return fragments
+
+    def _watch_writes(
+        self, model: nn.Module, stage: int, fragments: Sequence[engine_internals.Fragment]
+    ) -> OutsideWrites | None:
+        """Watch the parameters whose values the engine has in masters, or at stage 3 in shards."""
+        if not stage and self._request.dtype is torch.float32:
+            return None
+        watched = {n: p for n, p in model.named_parameters() if p.requires_grad or stage == 3}
+        return OutsideWrites(watched, fragments, compares=not swapping.has_files(self._engine))
 
     def _engine_config(self, request: Request, *, stage: int, num_elements: int) -> dict[str, Any]:
         return engine_config(
@@ -477,6 +488,8 @@ class DeepSpeedStrategy(Strategy):
 
     def state(self) -> dict[str, Any]:
         """See Strategy."""
+        if self._wrapper is not None:
+            self._wrapper.check_writes()
         return self._offered() | (self._engine_state.optimizer_state() if self._wrapper else {})
 
     def template(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -488,6 +501,8 @@ class DeepSpeedStrategy(Strategy):
     def load(self, state: Mapping[str, Any]) -> None:
         """See Strategy; collective."""
         self._engine_state.follow_masters()
+        if self._wrapper is not None:
+            self._wrapper.follow_writes()
         values = {key: value for key, value in state.items() if split_key(key)[0]}
         if values and self._wrapper:
             self._engine_state.load_optimizer(values)

@@ -28,6 +28,7 @@ from ...optim.wrapper import ClipGrad, OptimWrapper, StepInfo, in_strategy
 from ..gradient_hooks import HooksAfterBackward
 from . import engine_internals, swapping
 from .engine_internals import Fragment
+from .outside_writes import OutsideWrites
 
 _logger = logging.getLogger("flextrain")
 
@@ -382,6 +383,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
     _has_warned = False
     _norm: Tensor | None = None
     _update: BeforeUpdate | None = None
+    _writes: OutsideWrites | None = None
     _has_ranges = False
     """Whether the engine gives the optimizer ranges of flattened parameters, as stages 1 to 3 do."""
 
@@ -433,13 +435,16 @@ class DeepSpeedOptimWrapper(OptimWrapper):
                 return make_for(self._recipe, groups)
         return make_for(self._recipe, groups)
 
-    def bind(self, engine: Any, fragments: Sequence[Fragment], *, clips_here: bool) -> None:
+    def bind(
+        self, engine: Any, fragments: Sequence[Fragment], writes: OutsideWrites | None, *, clips_here: bool
+    ) -> None:
         """Use ``engine`` for backward and update from now on.
 
         Args:
+            writes: what is asked before each update; None: nothing would be lost.
             clips_here: this wrapper clips the gradients, not the engine.
         """
-        self._engine, self._fragments = engine, fragments
+        self._engine, self._fragments, self._writes = engine, fragments, writes
         self._optimizer = engine_internals.inner_optimizer(engine)
         self._clips_here = clips_here
         self._update = before_update(engine)
@@ -482,7 +487,10 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         self._norm = None
         if self._update is not None:
             self._update.before()
+        if self._writes is not None:
+            self._writes.check_update()
         self._engine.step()
+        self.follow_writes()
         skipped = not self._engine.was_step_applied()
         norm = None
         if self.clip_grad is not None:
@@ -501,6 +509,17 @@ class DeepSpeedOptimWrapper(OptimWrapper):
     def refresh(self) -> None:
         """See OptimWrapper; collective."""
         engine_internals.refresh(self._engine, self._fragments)
+        self.follow_writes()
+
+    def check_writes(self) -> None:
+        """Raise StrategyError if somebody has written to parameters, where the engine does not take the values."""
+        if self._writes is not None:
+            self._writes.check()
+
+    def follow_writes(self) -> None:
+        """Take the model's parameters as they are now: they have the engine's values."""
+        if self._writes is not None:
+            self._writes.note()
 
     def state_dict(self) -> dict[str, Any]:
         """See OptimWrapper; raises StrategyError, because the engine holds the state."""
