@@ -50,7 +50,7 @@ class Replaced:
             if before.requires_grad and has_values(before) and storage_key(before) not in memory:
                 before.detach().fill_(math.nan)
             if type(before) is nn.Parameter:
-                before.__class__ = type(_Gone)("Replaced", (_Gone,), {"name_in_model": name, "by": strategy})
+                before.__class__ = type("Replaced", (_Gone,), {"name_in_model": name, "by": strategy})
 
 
 def _same(parameter: nn.Parameter) -> nn.Parameter:
@@ -75,7 +75,7 @@ class _Gone(nn.Parameter):
         name = func.__name__
         attribute = getattr(func.__self__, "__name__", "") if name in ("__get__", "__set__") else ""
         if name in _ALWAYS_TRUE_METHODS or (name == "__get__" and attribute in _ALWAYS_TRUE):
-            return super().__torch_function__(func, types, args, kwargs or {})
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         raise StrategyError(
             f"model.{cls.name_in_model}: {attribute or name} of the parameter that {cls.by} has replaced, which something has kept since before "
             "set-up, in a list, a dict or a closure; its values stay as they were, and what is written to it is lost; take it from its "
