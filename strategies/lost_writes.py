@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ class Replaced:
             if before.requires_grad and has_values(before) and storage_key(before) not in memory:
                 before.detach().fill_(math.nan)
             if type(before) is nn.Parameter:
-                before.__class__ = cast(Any, type(_Gone))("Replaced", (_Gone,), {"name_in_model": name, "by": strategy})
+                before.__class__ = type("Replaced", (_Gone,), {"name_in_model": name, "by": strategy})
 
 
 def _same(parameter: nn.Parameter) -> nn.Parameter:
