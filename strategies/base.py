@@ -80,7 +80,13 @@ class TrainStep(Protocol):
 
 
 class EvalStep(Protocol):
-    """One batch of evaluation, for ``Strategy.evaluate``."""
+    """One batch of evaluation, for ``Strategy.evaluate``.
+
+    Attributes:
+        mode: "val" or "test", of which a model may predict otherwise.
+    """
+
+    mode: str
 
     def prepare(self, batch: Any) -> Any:
         """Return the model's input for a batch, on the device."""

@@ -104,6 +104,8 @@ class _Watched(Stepper):
 class _RawOutputs:
     """An EvalStep that returns the raw outputs of the model."""
 
+    mode = "val"
+
     def __init__(self, strategy: Strategy, model: nn.Module) -> None:
         self._strategy, self._model = strategy, model
 

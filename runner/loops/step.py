@@ -51,7 +51,7 @@ class EvaluationStep:
     """
 
     def __init__(self, stepper: Any, mode: str) -> None:
-        self._stepper, self._mode = stepper, mode
+        self._stepper, self.mode = stepper, mode
 
     def prepare(self, batch: Any) -> Any:
         """See EvalStep."""
@@ -59,7 +59,7 @@ class EvaluationStep:
 
     def predict(self, batch: Any) -> Any:
         """See EvalStep."""
-        return self._stepper.predict(batch, self._mode)
+        return self._stepper.predict(batch, self.mode)
 
 
 # Fillers: micro-batches that run, because other processes have one more, and count nothing. See ExactEpochs.

@@ -203,6 +203,8 @@ def outputs_of(strategy: Any, model: nn.Module, batches: Sequence[Batch]) -> lis
 class Evaluated:
     """An EvalStep that gives what the model gives."""
 
+    mode = "val"
+
     def __init__(self, model: Any) -> None:
         self.model = model
 

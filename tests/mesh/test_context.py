@@ -305,6 +305,36 @@ def test_what_a_model_logs_in_some_updates_only(workers2: WorkerGroup, tmp_path:
         assert mine == pytest.approx(other, rel=1e-4)
 
 
+class Pooling(Modes):
+    """Tests by another method than it validates: of all positions."""
+
+    def test_step(self, data: Any) -> Any:
+        data = self.data_preprocessor(data, False)
+        return {"loss": self(data["input_ids"], data["labels"], mode="predict")["loss"].square()}
+
+
+def why_testing_is_refused(folder: Path) -> str:
+    """In a worker: why testing is refused."""
+    torch.manual_seed(3)
+    batch = sample("plain", 4, 0)
+    items = [{name: values[i] for name, values in batch.items()} for i in range(4)]
+    loader = dict(batch_size=2, dataset=items, collate_fn=dict(type="default_collate"))
+    own = {f"{mode}_dataloader": loader for mode in ("val", "test")} | dict(val_cfg=dict(), test_cfg=dict())
+    own |= dict(val_evaluator=dict(type=Correct), test_evaluator=dict(type=Correct))
+    runner = FlexibleRunner(model=Pooling, work_dir=folder, strategy=dict(CP2, device=DEVICE), **own)
+    try:
+        runner.val()
+        with pytest.raises(StrategyError) as found:
+            runner.test()
+        return str(found.value)
+    finally:
+        runner.strategy.leave()
+
+
+def test_what_a_model_tests_with_is_compared_too(workers2: WorkerGroup, tmp_path: Path) -> None:
+    assert "with strategy.cp=2 only attention" in workers2.run(why_testing_is_refused, tmp_path)[0]
+
+
 # Refused before the hooks of the first update
 
 

@@ -300,6 +300,8 @@ def counting(model: type[nn.Module]) -> tuple[list[float], str]:
 class Predicts:
     """An EvalStep that gives what the model does."""
 
+    mode = "val"
+
     def __init__(self, model: nn.Module) -> None:
         self.predict = lambda batch: model(**batch)
 

@@ -435,13 +435,14 @@ def test_a_model_without_units_is_compiled_as_a_whole(workers2: WorkerGroup) -> 
 
 
 def alone() -> tuple[set[str], set[str]]:
-    """In a worker: column-wise modules that add up the gradient of their input themselves, before and after the first batch."""
+    """In a worker: column-wise modules that add up the gradient of their input themselves, before and after updates and evaluation."""
     spec = dict(type="MeshStrategy", tp=2, plan=GATHERED, tp_kind="local")
     with started(spec, "plain_tied", ADAMW) as session:
         (axis,) = (each for each in session.strategy._axes if isinstance(each, TensorParallel))
         assert axis._local is not None
         before = {*axis._local.alone}
         train(session.strategy, session.model, session.optim, data("plain_tied", ADAMW, 1))
+        Stepper(session.strategy, session.model, session.optim).evaluate(sample("plain_tied", 4, 0), "val")
         return before, {*axis._local.alone}
 
 

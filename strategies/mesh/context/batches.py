@@ -147,7 +147,7 @@ class SequenceBatches:
         divides: the loss is a sum divided by ``num_items_in_batch`` where the batch has it.
         loss_weight: the model's, see Weighing; None: it has none.
         decoder_inputs: gives ``decoder_input_ids`` for labels, of a model with an encoder and a decoder; None: it has one sequence.
-        needs: in training (True) and in evaluation, what is wrong with what the model gives where other targets do not count, if that
+        needs: by mode, "train", "val" or "test", what is wrong with what the model gives where other targets do not count, if that
             was found.
         targets: keys of the targets of training of which some may not count; None: not known yet.
     """
@@ -161,7 +161,7 @@ class SequenceBatches:
     divides: bool = False
     loss_weight: Callable[[Any], Any] | None = None
     decoder_inputs: Callable[[Tensor], Tensor] | None = None
-    needs: dict[bool, Sequence[TargetNeeds]] = field(default_factory=dict)
+    needs: dict[str, Sequence[TargetNeeds]] = field(default_factory=dict)
     targets: Sequence[str] | None = None
 
     def cut(self, batch: Any) -> CutBatch:
@@ -298,15 +298,15 @@ class SequenceBatches:
             whole[key].movedim(dim, -1)[_some_of_last(_counted(whole[key], dim), few, by_row=of == "sample")] = IGNORED
         return whole
 
-    def check_counting(self, batch: CutBatch, training: bool) -> None:
+    def check_counting(self, batch: CutBatch, mode: str) -> None:
         """Raise StrategyError for a batch with targets that do not count, if what the model gives would not be that of one process."""
-        if training and self.targets is not None and batch.ignoring not in (None, *self.targets):
+        if mode == "train" and self.targets is not None and batch.ignoring not in (None, *self.targets):
             raise StrategyError(
                 f'batch: "{batch.ignoring}" has entries of {IGNORED}, and the model has compared it with {IGNORED} nowhere in the first '
                 "batch, so that strategy.cp cannot tell whether these are targets that do not count; a first batch with such entries "
                 "tells it"
             )
-        for needs in () if batch.ignoring is None else self.needs.get(training, ()):
+        for needs in () if batch.ignoring is None else self.needs.get(mode, ()):
             if needs.of is None:
                 raise StrategyError(
                     f"batch: has targets of {IGNORED}, and where other ones do not count, {needs.problem}"

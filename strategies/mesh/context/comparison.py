@@ -552,10 +552,10 @@ class OneProcessComparison:
         if not self._adapted:
             self._check_losses(losses, cut)
         self._raise_found()
-        self._check(whole, cut, step, self._compared, is_training=True)
+        self._check(whole, cut, step, self._compared, "train")
 
     def _check(
-        self, whole: dict[str, Any], cut: CutBatch, step: Any, compared: Callable[..., str | None], is_training: bool
+        self, whole: dict[str, Any], cut: CutBatch, step: Any, compared: Callable[..., str | None], mode: str
     ) -> None:
         """Raise what ``compared`` finds wrong; note what it finds where fewer targets count, as in another batch."""
         if problem := compared(whole, cut, step):
@@ -571,8 +571,8 @@ class OneProcessComparison:
         needs = [TargetNeeds(problem, targets, kind) for kind in kinds if (problem := without_some(kind))]
         if needs and (problem := without_some(None)):
             needs = [TargetNeeds(problem, targets, None)]
-        self._batches.needs[is_training] = needs
-        if is_training:
+        self._batches.needs[mode] = needs
+        if mode == "train":
             self._batches.targets = targets
 
     def _targets(self, cut: CutBatch) -> list[str]:
@@ -634,7 +634,7 @@ class OneProcessComparison:
             self._follow(cut, lambda: step.predict(cut))
         self._check_calls()
         self._raise_found()
-        self._check(whole, cut, step, self._outputs_compared, is_training=False)
+        self._check(whole, cut, step, self._outputs_compared, step.mode)
 
     def _outputs_compared(self, whole: dict[str, Any], cut: CutBatch, step: EvalStep) -> str | None:
         """Return what is wrong with the outputs."""

@@ -275,7 +275,6 @@ class Context(Axis):
         self._comparison = OneProcessComparison(
             self._model, self._batches, self._attention, self._adapted, self._interception, self.mesh, self._is_weighed
         )
-        self._is_evaluation_compared = False
         self._names: list[str] | None = None
         self._left_out: set[str] = set()
         return model
@@ -324,7 +323,7 @@ class Context(Axis):
     def run_window(self, window: Sequence[Any], step: TrainStep, inner: RunWindow) -> dict[str, Tensor]:
         """See Axis."""
         for batch in window:
-            self._batches.check_counting(batch, training=True)
+            self._batches.check_counting(batch, "train")
         # A shard with fewer targets counts less; the model's own weights know that.
         factors = [1.0 if self._is_weighed else batch.factor for batch in window]
         shares = (1.0 if share is None else share for share in step.shares)
@@ -341,11 +340,10 @@ class Context(Axis):
 
     def evaluate(self, batch: Any, step: EvalStep, inner: Evaluate) -> Any:
         """See Axis."""
-        if not self._is_evaluation_compared:
+        if step.mode not in self._batches.needs:  # a model may test by another method than it validates
             self._comparison.of_evaluation(batch, step)
-            self._is_evaluation_compared = True
             self._compared()
-        self._batches.check_counting(batch, training=False)
+        self._batches.check_counting(batch, step.mode)
         self._attention.begin(batch)
         try:
             with self._attending():

@@ -83,7 +83,7 @@ class CollectedBatch:
     """
 
     def __init__(self, step: EvalStep, run: Callable[[Any, EvalStep], Any]) -> None:
-        self._step, self._run = step, run
+        self._step, self._run, self.mode = step, run, step.mode
 
     def prepare(self, batch: Any) -> Any:
         """See EvalStep."""

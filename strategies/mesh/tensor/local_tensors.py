@@ -143,7 +143,7 @@ class LocalTensors:
         Raises:
             StrategyError: on every process, if they differ, or if a part of the model has shards where it needs all.
         """
-        seen, self.alone = _Seen(), frozenset()
+        seen, alone, self.alone = _Seen(), self.alone, frozenset()
         gradients: list[dict[str, Tensor]] = []
         try:
             for self.is_exact in (True, False):
@@ -179,7 +179,8 @@ class LocalTensors:
                 raise StrategyError(
                     f"{LOCAL_ADVICE} the gradient of {wrong[0]} differs by {wrong[1]:.1e} of its size from that of one device"
                 )
-        self.alone = frozenset(seen.taking - seen.sharing)
+        # Without gradients nothing is added up, and what training has found stays.
+        self.alone = frozenset(seen.taking - seen.sharing) if gradients else alone
 
 
 class _Seen:

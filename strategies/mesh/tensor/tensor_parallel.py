@@ -102,13 +102,14 @@ class TensorParallel(Axis):
     _local: LocalTensors | None = None
     _own: OwnPlanShards | None = None
     _but: Mapping[str, str] = MappingProxyType({})  # modules that give others DTensors, and why
-    _is_running = _is_updating = _has_logits = _is_evaluation_verified = False
+    _is_running = _is_updating = _has_logits = False
 
     def __init__(self, config: MeshConfig, layout: Layout) -> None:
         super().__init__(config, layout)
         self._of_call = ExitStack()  # the context of a call of the model by the user,
         self._of_backward = ExitStack()  # and of the backward that may follow it
         self._is_local = config.tp_kind == "local"
+        self._verified: set[str] = set()
 
     @classmethod
     def check_config(cls, config: MeshConfig) -> None:
@@ -293,10 +294,11 @@ class TensorParallel(Axis):
 
     def evaluate(self, batch: Any, step: EvalStep, inner: Evaluate) -> Any:
         """See Axis."""
-        if self._local is not None and not self._is_evaluation_verified:
+        # A model may test by another method than it validates.
+        if self._local is not None and step.mode not in self._verified:
             with torch.no_grad():
                 self._verify(self._local, lambda: step.predict(batch))
-            self._is_evaluation_verified = True
+            self._verified.add(step.mode)
         with self._running():
             return as_local(inner(batch, step))  # a val_step may have called parts of the model
 
