@@ -26,7 +26,6 @@ from flextrain import (
     Strategy,
     StrategyError,
 )
-from flextrain.optim.gradients import settled
 from flextrain.runner.hooks import CheckpointHook
 from flextrain.strategies import StrategyConfig
 from flextrain.strategies.parts import cannot_repeat, hooks_of
@@ -255,8 +254,7 @@ class _InGroups(Strategy):
         if self.groups.count == 1:
             return True
         trained = self._trained()
-        settled(trained)
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        gradients = [torch.zeros_like(p) if p.grad is None else _laid_out_as(p, p.grad) for p in trained]
         is_used = [float(p.grad is not None) for p in trained]
         # In float64 on the host: counts are exact, and values of any dtype are.
         values = [(part, name) for part in parts for name in sorted(part)]
@@ -620,6 +618,13 @@ def _checked(options: dict[str, Any]) -> Any:
 def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
     """This process's shards."""
     return [t.to_local() if isinstance(t, DTensor) else t for t in (one.detach() for one in tensors)]
+
+
+def _laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """A parameter's gradient; one that is a pending sum over the processes of a group is summed up."""
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        return gradient.redistribute(placements=parameter.placements)
+    return gradient
 
 
 @hooks_of.register(_InGroups)
