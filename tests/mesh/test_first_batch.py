@@ -18,6 +18,7 @@ from flextrain.strategies.parts import explain
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import shard, train
 
+from ..device import DEVICE
 from .models import MATRICES, sample
 from .parity import RECIPES, data, started
 
@@ -100,12 +101,12 @@ def test_the_module_may_be_asked_for_at_any_time(workers2: WorkerGroup, axis: st
 
 def own_part_of_gradients() -> list[list[list[float]]]:
     """In a worker: what is compared of a divided parameter whose gradient is whole, or a pending sum."""
-    mesh, found = init_device_mesh("cpu", (2,)), []
+    mesh, found = init_device_mesh(DEVICE, (2,)), []
     for layout in (Replicate(), Partial()):
         layer = nn.Linear(1, 2, bias=False)
-        layer.weight = nn.Parameter(distribute_tensor(torch.zeros(2, 1), mesh, [Shard(0)]))
-        layer.weight.grad = DTensor.from_local(torch.tensor([[1.0], [2.0]]), mesh, [layout])
-        found.append(differentiated(layer, torch.zeros(()))["weight"].tolist())
+        layer.weight = nn.Parameter(distribute_tensor(torch.zeros(2, 1, device=DEVICE), mesh, [Shard(0)]))
+        layer.weight.grad = DTensor.from_local(torch.tensor([[1.0], [2.0]], device=DEVICE), mesh, [layout])
+        found.append(differentiated(layer, torch.zeros((), device=DEVICE))["weight"].tolist())
     return found
 
 

@@ -12,6 +12,7 @@ from flextrain import OptimWrapper
 from flextrain.strategies.mesh.pipeline.pipeline_parallel import Ties
 from flextrain.testing import WorkerGroup
 
+from ..device import DEVICE
 from . import models
 from .models import Plain
 from .parity import RECIPES, compare
@@ -53,9 +54,9 @@ def added_up() -> list[list[float]]:
     """In a worker: a divided parameter's gradient that is a pending sum over this stage, added to that of another stage."""
     layer = nn.Linear(1, 2, bias=False)
     ties = Ties(layer, lambda _: ())
-    mesh = init_device_mesh("cpu", (2,))
-    layer.weight = nn.Parameter(distribute_tensor(torch.zeros(2, 1), mesh, [Shard(0)]))
-    layer.weight.grad = DTensor.from_local(torch.tensor([[1.0], [2.0]]), mesh, [Partial()])
+    mesh = init_device_mesh(DEVICE, (2,))
+    layer.weight = nn.Parameter(distribute_tensor(torch.zeros(2, 1, device=DEVICE), mesh, [Shard(0)]))
+    layer.weight.grad = DTensor.from_local(torch.tensor([[1.0], [2.0]], device=DEVICE), mesh, [Partial()])
     ties._shared = [(layer.weight, distributed.new_subgroups(1)[0])]
     optim = OptimWrapper(dict(type="SGD", lr=1.0))
     optim.build(layer)
