@@ -242,7 +242,7 @@ SHARES: dict[str, tuple[type[nn.Module], Sequence[dict[str, Tensor]], str]] = {
         ],
         "for one key than for another",
     ),
-    "tokens": (OfTokens, [_ignoring([], []), _ignoring(END, END)], "has compared it with -100 nowhere"),
+    "tokens": (OfTokens, [_ignoring([], []), _ignoring(END, END)], "the model did not compare it with -100"),
     "all": (MeanOfAll, [_ignoring(ENDS, ENDS)], "and where other ones do not count"),
 }
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from flextrain.core.torch_compat.dtensor_private import is_gathered
 from flextrain.runner.loops.step import Stepper
-from flextrain.strategies.mesh.first_batch import differentiated
+from flextrain.strategies.mesh.first_batch import differentiated, trying
 from flextrain.strategies.parts import explain
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import shard, train
@@ -113,3 +113,10 @@ def own_part_of_gradients() -> list[list[list[float]]]:
 def test_gradients_are_compared_in_the_layout_of_their_parameters(workers2: WorkerGroup) -> None:
     """DTensors leave them in any layout, which depends on shapes."""
     assert workers2.run(own_part_of_gradients) == [[[[1.0]], [[2.0]]], [[[2.0]], [[4.0]]]]
+
+
+def test_float32_has_all_its_digits_in_a_trial() -> None:
+    before = torch.backends.cudnn.allow_tf32
+    with trying(nn.Linear(1, 1)):
+        assert not torch.backends.cudnn.allow_tf32
+    assert torch.backends.cudnn.allow_tf32 == before

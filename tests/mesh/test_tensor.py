@@ -461,6 +461,25 @@ def test_masks_of_a_models_own_plan_differ_between_heads(workers2: WorkerGroup) 
     assert one[-1] == two[-1]
 
 
+def verified() -> int:
+    """In a worker: how many evaluations are compared, of two batches of validation and two of testing."""
+    with started(dict(type="MeshStrategy", tp=2, plan=SEPARATE, tp_kind="local"), "plain", ADAMW) as session:
+        (axis,) = (each for each in session.strategy._axes if isinstance(each, TensorParallel))
+        local = axis._local
+        counted: list[int] = []
+        assert local is not None
+        verify = local.verify
+        local.verify = lambda compute: (counted.append(1), verify(compute))[1]  # type: ignore[method-assign]
+        stepper = Stepper(session.strategy, session.model, session.optim)
+        for mode in ("val", "val", "test", "test"):
+            stepper.evaluate(sample("plain", 4, 0), mode)
+        return len(counted)
+
+
+def test_what_a_model_tests_with_is_compared_too(workers2: WorkerGroup) -> None:
+    assert workers2.run(verified) == [2, 2]
+
+
 def wrongly_evaluated() -> None:
     """In a worker: the same, without any training before."""
     spec = dict(type="MeshStrategy", tp=2, plan=CHUNKED, tp_kind="local")

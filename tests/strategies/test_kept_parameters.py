@@ -15,6 +15,7 @@ from torch.nn import functional
 from flextrain import OptimWrapper
 from flextrain.core.base.errors import StrategyError
 from flextrain.core.base.registry import STRATEGIES
+from flextrain.core.torch_compat.torch_private import foreach_mul_
 from flextrain.runner.loops.step import Stepper
 from flextrain.strategies.sharding import check_apart
 from flextrain.testing import WorkerGroup
@@ -65,7 +66,7 @@ USES: dict[str, Callable[[nn.Parameter], Any]] = {
     "data": lambda kept: kept.data.clamp_(-0.1, 0.1),
     "mul_": lambda kept: kept.mul_(0.9),
     "copy_": lambda kept: torch.zeros(8, 4).copy_(kept),
-    "_foreach_mul_": lambda kept: torch._foreach_mul_([kept], 0.9),
+    "_foreach_mul_": lambda kept: foreach_mul_([kept], 0.9),
     "normal_": lambda kept: nn.init.normal_(kept),
     "requires_grad_": lambda kept: kept.requires_grad_(False),
     "requires_grad": lambda kept: setattr(kept, "requires_grad", False),

@@ -302,9 +302,8 @@ class SequenceBatches:
         """Raise StrategyError for a batch with targets that do not count, if what the model gives would not be that of one process."""
         if mode == "train" and self.targets is not None and batch.ignoring not in (None, *self.targets):
             raise StrategyError(
-                f'batch: "{batch.ignoring}" has entries of {IGNORED}, and the model has compared it with {IGNORED} nowhere in the first '
-                "batch, so that strategy.cp cannot tell whether these are targets that do not count; a first batch with such entries "
-                "tells it"
+                f'batch: "{batch.ignoring}" has entries of {IGNORED}, and in the first batch the model did not compare it with {IGNORED}: '
+                "strategy.cp cannot tell whether these are targets that do not count; begin with a batch that has such entries"
             )
         for needs in () if batch.ignoring is None else self.needs.get(mode, ()):
             if needs.of is None:
