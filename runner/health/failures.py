@@ -544,8 +544,23 @@ def _reason_of(run: Run, error: BaseException) -> Reason:
     if samples := next(filter(None, (origin.samples(), *(note for note in notes if "of the dataset" in note))), ""):
         said = f"{said} ({samples})"
     failure = Failure(run, error, origin, kind, " ".join((text, samples)).strip())
-    advice = _COMPILING if is_compile_error(error) else explain(run.strategy, error) or advice_on(failure)
+    advice = (
+        _COMPILING
+        if is_compile_error(error)
+        else _of_hook(failure) or explain(run.strategy, error) or advice_on(failure)
+    )
     return Reason(where, said, advice or "", tuple(map(int, re.findall(r"\d+", samples))))
+
+
+def _of_hook(failure: Failure) -> str | None:
+    """Advice for a hook that copies the model or computes with its parameters, where each process has parts of them."""
+    apart = r"deepcopy|cannot pickle 'torch\._C|mixed torch\.Tensor and DTensor|The size of tensor a \(0\)"
+    if failure.origin.kind != "hook" or re.search(apart, failure.text) is None:
+        return None
+    return (
+        f"under {type(failure.run.strategy).__name__} a process has parts of the parameters, and the model cannot be copied: "
+        "EMAHook averages weights; `with flextrain.strategies.parts.full_weights(runner.strategy) as model:` gives whole ones"
+    )
 
 
 def _of_worker(worker: WorkerFailure, origin: Origin) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import sys
@@ -646,10 +647,25 @@ class Lazy(nn.Module):
         return {"loss": functional.cross_entropy(logits, y)}
 
 
+def add_to_zeros(runner: Any) -> None:
+    for parameter in runner.strategy.module.parameters():
+        torch.zeros(parameter.shape).add_(parameter.detach())
+
+
 TWO: dict[str, dict[str, Any]] = {
     "unused": dict(model=Lazy, strategy="ddp"),
     "static": dict(model=lambda: Lazy(1), strategy=dict(type="DDPStrategy", static_graph=True)),
     "metric": validation() | dict(val_evaluator=Metric(None, raising(NameError("name 'np' is not defined")))),
+    **{
+        f"{name} under {strategy}": dict(
+            strategy=dict(type="mesh", tp=2, plan={"net.0": "colwise", "net.3": "rowwise"})
+            if strategy == "tp"
+            else strategy,
+            custom_hooks=[At("before_train", hook)],
+        )
+        for name, hook in {"a copy": lambda runner: copy.deepcopy(runner.model), "a sum": add_to_zeros}.items()
+        for strategy in ("fsdp", "tp")
+    },
     "sample": validation() | dict(val_dataloader=loader(Data(lambda s, i: {**s, "x": s["x"][: 9 if i else 3]}, 8))),
 }
 
@@ -675,6 +691,10 @@ def fail_in_two(folder: str, name: str) -> str:
             ["the loss does not depend on second.weight, second.bias: use them, freeze them"] * 2,
         ),
         ("static", ["RuntimeError"] * 2, ["this iteration uses other parameters than the first one"] * 2),
+        ("a copy under fsdp", ["AssertionError"] * 2, ["a process has parts of the parameters"] * 2),
+        ("a sum under fsdp", ["RuntimeError"] * 2, ["`with flextrain.strategies.parts.full_weights(runner.strat"] * 2),
+        ("a copy under tp", ["TypeError"] * 2, ["under MeshStrategy a process has parts of the parameters"] * 2),
+        ("a sum under tp", ["RuntimeError"] * 2, ["under MeshStrategy a process has parts of the parameters"] * 2),
         (
             "metric",
             ["NameError", "LaunchError"],
