@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import default_collate
 
 from ...core.base.errors import FlexTrainError
@@ -554,12 +555,14 @@ def _reason_of(run: Run, error: BaseException) -> Reason:
 
 def _of_hook(failure: Failure) -> str | None:
     """Advice for a hook that copies the model or computes with its parameters, where each process has parts of them."""
-    apart = r"deepcopy|cannot pickle 'torch\._C|mixed torch\.Tensor and DTensor|The size of tensor a \(0\)"
+    apart = r"deepcopy|cannot pickle 'torch\._C|DTensor|aten\.|tensor subclass|The size of tensor a \(0\)"
     if failure.origin.kind != "hook" or re.search(apart, failure.text) is None:
         return None
+    shards = any(isinstance(each, DTensor) for each in failure.run.strategy.module.parameters())
     return (
         f"under {type(failure.run.strategy).__name__} a process has parts of the parameters, and the model cannot be copied: "
         "EMAHook averages weights; `with flextrain.strategies.parts.full_weights(runner.strategy) as model:` gives whole ones"
+        + ("; p.full_tensor() is a whole one, and p.copy_(whole) keeps this process's part" if shards else "")
     )
 
 

@@ -46,6 +46,7 @@ from ...optim.wrapper import OptimWrapper
 from ..added_parameters import refuse_added
 from ..base import NOTHING, EvalStep, Optim, Strategy, kept_gradients
 from ..config import ANY_DEVICE, Needs
+from ..divided import register_divided
 from ..gathering_order import Together, UnitOrder, message_group
 from ..lost_writes import Replaced, watch_forward
 from ..noted import Arranged, is_subclass
@@ -406,6 +407,7 @@ class FSDPStrategy(Strategy):
         self._units = [*others, *(unit for unit in chosen if unit not in (*roots, *others) and unit is not model)]
         if not self._shards(mesh, *others.values()):
             return self._unsharded(model)
+        register_divided()
         for unit in (*self._units, *roots):
             check_one_dtype(unit)
             if unit in others and any(

@@ -20,9 +20,9 @@ from flextrain import MeshStrategy
 from flextrain.core.base.errors import StrategyError
 from flextrain.core.torch_compat.torch_private import is_compiled
 from flextrain.runner.loops.step import Stepper
+from flextrain.strategies.divided import register_divided
 from flextrain.strategies.mesh.axis import own_random_numbers
 from flextrain.strategies.mesh.tensor import TensorParallel, local_tensors
-from flextrain.strategies.mesh.tensor.operations import register_random_numbers
 from flextrain.strategies.mesh.tensor.ordinary import needs_dtensors
 from flextrain.strategies.mesh.tensor.styles import STYLES, style_of
 from flextrain.strategies.mesh.tensor.tensor_parallel import match_rules
@@ -382,7 +382,7 @@ def test_gradient_of_a_replicated_weight_counted_tp_times(workers2: WorkerGroup)
 def masks() -> dict[str, Any]:
     """In a worker: what dropout leaves of ones, whose first dimension, the heads, is divided."""
     mesh, ones = init_device_mesh(DEVICE, (2,)), torch.ones(8, 6, device=DEVICE)
-    register_random_numbers()
+    register_divided()
     torch.manual_seed(3)
     expected = functional.dropout(ones, 0.5)
     torch.manual_seed(3)

@@ -16,12 +16,12 @@ from torch.nn import functional
 from flextrain.core.base.errors import StrategyError
 from flextrain.core.torch_compat.dtensor_private import computes_strided_shards, strided_shard
 from flextrain.runner.loops.step import Stepper
+from flextrain.strategies.divided import register_divided
 from flextrain.strategies.mesh.tensor import operations
 from flextrain.strategies.mesh.tensor.operations import (
     DTensorFunctions,
     register_cpu_attention,
     register_gathering,
-    register_random_numbers,
     register_whole_operations,
 )
 from flextrain.testing import WorkerGroup
@@ -79,7 +79,7 @@ def computed_alike() -> list[str]:
     """In a worker: names of operations whose value or gradient differs from that of one device in any layout."""
     mesh, wrong = init_device_mesh(DEVICE, (2,)), []
     register_cpu_attention()
-    register_random_numbers()
+    register_divided()
     register_gathering()
     register_whole_operations()
     x = torch.randn(4, 8, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -135,9 +135,7 @@ def written_views() -> str:
 
 def test_a_write_that_would_be_lost_is_refused(workers2: WorkerGroup) -> None:
     for message in workers2.run(written_views):
-        assert message.startswith(
-            "model: mul_ writes to a view of a tensor whose shards tensor parallelism has gathered"
-        )
+        assert message.startswith("model: mul_ writes to a view of a tensor whose shards were gathered")
 
 
 def renormalised() -> str:

@@ -23,7 +23,8 @@ from torch.nn import functional
 
 from flextrain.core.torch_compat.dtensor_private import dtensor_handlers
 from flextrain.runner.loops.step import Stepper
-from flextrain.strategies.mesh.tensor.operations import register_random_numbers
+from flextrain.strategies.divided import register_divided
+from flextrain.strategies.mesh.tensor.operations import register_attention
 from flextrain.testing.loop import shard, train
 
 from ..mesh import test_tensor
@@ -172,7 +173,8 @@ def test_stages_draw_for_themselves(npu4: Any) -> None:
 
 def operations_left_to_torch() -> set[str]:
     """In a worker: those for which torch would make a tracker of random states, which begins with a broadcast to all."""
-    register_random_numbers()
+    register_divided()
+    register_attention()
     return {str(each) for each in DTensor._op_dispatcher._random_ops - dtensor_handlers().keys()}
 
 
@@ -185,7 +187,7 @@ def test_every_operation_that_draws_is_ours(npu1: Any) -> None:
 def attended() -> tuple[Any, Any, Any]:
     """In a worker: attention with dropout of equal heads, in one process and over two, and a number drawn after it."""
     mesh = init_device_mesh("npu", (2,))
-    register_random_numbers()
+    register_attention()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bias: Any, keeps: bool, rate: float) -> Any:
         """Stands for the kernel of an accelerator, which draws itself."""

@@ -20,18 +20,17 @@ from torch.overrides import TorchFunctionMode
 
 from ....core.base.errors import StrategyError
 from ....core.base.trees import tree_map_only
-from ....core.checkpoint.chunks import fill
 from ....core.comm import collectives as dist
 from ....core.model.logits import LOOKS, Logits
 from ....core.torch_compat.dtensor_private import (
     DRAWING_ATTENTION,
-    ITEM,
     differentiates_twice,
     dtensor_handlers,
     relax_views,
     replicate_without_rule,
 )
-from ....core.torch_compat.torch_private import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, base_of, has_values, tree_flatten
+from ....core.torch_compat.torch_private import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, has_values, tree_flatten
+from ...divided import by_torch, check_writable, compute_whole
 from ..axis import own_random_numbers
 
 # Say once where a model gathers activations that its plan has divided: right, and slower than it could be.
@@ -240,7 +239,7 @@ class DTensorFunctions(TorchFunctionMode):
             return result
         writes = "out" in kwargs or _writes(function)
         if writes and args and isinstance(args[0], DTensor):
-            _check_writable(function, args[0])
+            check_writable(args[0], function.__name__)
         try:
             found = function(*args, **kwargs)
             return reduced_embedding(found, sequence=self._sequence) if function is functional.embedding else found
@@ -341,20 +340,6 @@ def _writes(function: Any) -> bool:
     if not name.endswith("__"):
         return name.endswith("_")
     return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
-
-
-def _check_writable(function: Any, tensor: DTensor) -> None:
-    """Raise if an operation in place would write to a copy: some views of shards are gathered."""
-    base = base_of(tensor)
-    if not isinstance(base, DTensor):
-        return
-    with torch.no_grad():
-        own, whole = (one.to_local().untyped_storage().data_ptr() for one in (tensor, base))
-    if own != whole:
-        raise StrategyError(
-            f"model: {function.__name__} writes to a view of a tensor whose shards tensor parallelism has gathered for it, "
-            "and would not change that tensor; compute a new one, as in q = q * scale"
-        )
 
 
 def _set_item(tensor: Any, index: Any, value: Any) -> Any:
@@ -468,7 +453,6 @@ WHOLE = (
     _ATEN.huber_loss.default, _ATEN.huber_loss_backward.default,
     _ATEN.binary_cross_entropy.default, _ATEN.binary_cross_entropy_backward.default,
     _ATEN.soft_margin_loss.default, _ATEN.soft_margin_loss_backward.default,
-    ITEM, _ATEN.equal.default,
 )  # fmt: skip
 
 
@@ -476,18 +460,9 @@ WHOLE = (
 def register_whole_operations() -> None:
     """Compute these operations from whole tensors wherever DTensors are used; once in a process."""
     handlers = dtensor_handlers()
-    handlers.update(dict.fromkeys(WHOLE, _compute_whole))
+    handlers.update(dict.fromkeys(WHOLE, compute_whole))
     # Autograd writes the gradient of what was written to a view into this, by the strides of the whole tensor.
     handlers[_ATEN.new_empty_strided.default] = _make_whole
-
-
-@torch.no_grad()
-def _compute_whole(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    mesh = next(leaf.device_mesh for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, DTensor))
-    args, kwargs = tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), (args, kwargs))
-    replicated = (Replicate(),) * mesh.ndim
-    found = operation(*args, **kwargs)
-    return tree_map_only(Tensor, lambda tensor: DTensor.from_local(tensor, mesh, replicated, run_check=False), found)
 
 
 @torch.no_grad()
@@ -529,74 +504,19 @@ def _mask(mask: Any, of_query: Placement) -> list[Placement | None]:
     return [Replicate() if is_shared else of_query, None]
 
 
-# Random numbers of DTensors: each process draws those of the whole tensor, and keeps its shard's.
-#
-# On the CPU, processes with equal generators would drop the same elements of every shard, without an error. On accelerators
-# torch gives every shard other numbers than one device has, after it has broadcast rank 0's state to all processes of the job:
-# those of another stage do not draw at that time, and those of other samples would repeat its masks. Drawing for the whole
-# tensor gives the masks of one device and needs no message.
-
-
-_FILLING = (_ATEN.bernoulli_.float, _ATEN.uniform_.default, _ATEN.normal_.default, _ATEN.exponential_.default)
-_SHAPED_LIKE = (
-    _ATEN.rand_like.default,
-    _ATEN.randn_like.default,
-    _ATEN.randint_like.default,
-    _ATEN.randint_like.low_dtype,
-)
+# Attention by kernels that draw the masks of dropout themselves; other random numbers are those of one device everywhere.
 
 
 @functools.cache
-def register_random_numbers() -> None:
-    """Let DTensors draw as one device does; once in a process. It needs equal generators."""
-    handlers = dtensor_handlers()
-    handlers.update(dict.fromkeys(_FILLING, _fill))
-    handlers.update(dict.fromkeys(_SHAPED_LIKE, _draw_like))
-    handlers.update(dict.fromkeys(DRAWING_ATTENTION, _attend))
-    handlers[_ATEN.bernoulli.default] = _draw_with
-    handlers[_ATEN.native_dropout.default] = _drop_out
-
-
-@torch.no_grad()
-def _fill(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation that overwrites its tensor."""
-    tensor = args[0]
-    _keep_shard(tensor, operation(_empty_whole(tensor), *args[1:], **kwargs))
-    return tensor
-
-
-@torch.no_grad()
-def _draw_like(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation that makes a tensor of the shape of another."""
-    return _shard_of(operation(_empty_whole(args[0]), *args[1:], **kwargs), args[0])
-
-
-@torch.no_grad()
-def _draw_with(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation that needs the values of its tensor."""
-    return _shard_of(operation(args[0].full_tensor(), *args[1:], **kwargs), args[0])
-
-
-@torch.no_grad()
-def _drop_out(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dropout as accelerators compute it: the result, and what is kept."""
-    tensor, rate, training = args
-    if any(placement.is_partial() for placement in tensor.placements):
-        summed = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-        tensor = tensor.redistribute(placements=summed)
-    kept = _shard_of(operation(_empty_whole(tensor), rate, training)[1], tensor)
-    local = tensor.to_local() * kept.to_local()
-    if training is not False:
-        local *= 1 / (1 - rate) if rate < 1 else 0.0
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    ), kept
+def register_attention() -> None:
+    """Let the heads of each process be dropped apart; once in a process."""
+    dtensor_handlers().update(dict.fromkeys(DRAWING_ATTENTION, _attend))
 
 
 @torch.no_grad()
 def _attend(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Attention by a kernel that draws its masks itself: other ones for the heads of every process."""
-    handlers, query = dtensor_handlers(), args[0]
+    query = args[0]
     position = [argument.name for argument in operation._schema.arguments].index("dropout_p")
     apart: AbstractContextManager[Any] = nullcontext()
     if (args[position] if len(args) > position else kwargs.get("dropout_p", 0.0)) > 0.0:
@@ -606,34 +526,5 @@ def _attend(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         args = (*(each.redistribute(placements=layout) for each in args[:3]), *args[3:])
         if heads:
             apart = own_random_numbers(query.device_mesh.device_type, query.device_mesh.get_local_rank())
-    del handlers[operation]  # so that torch's rule is used
-    try:
-        with apart:
-            return operation(*args, **kwargs)
-    finally:
-        handlers[operation] = _attend
-
-
-def _empty_whole(tensor: DTensor) -> Tensor:
-    # The order of memory is that in which numbers are drawn.
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-
-def _shard_of(whole: Tensor, like: DTensor) -> DTensor:
-    local = torch.empty_like(like.to_local(), dtype=whole.dtype)
-    shard = DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-    _keep_shard(shard, whole)
-    return shard
-
-
-def _keep_shard(tensor: DTensor, whole: Tensor) -> None:
-    local = tensor.to_local()
-    partial = [axis for axis, placement in enumerate(tensor.placements) if placement.is_partial()]
-    if not partial:
-        fill(tensor, whole)
-    elif any(tensor.device_mesh.get_local_rank(axis) for axis in partial):
-        local.zero_()  # the first process's summand is the whole sum
-    else:
-        local.copy_(whole)
+    with apart:
+        return by_torch(operation, args, kwargs)

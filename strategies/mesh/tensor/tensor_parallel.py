@@ -19,6 +19,7 @@ from ....core.model.base_model import overrides, own_run_forward, takes_mode
 from ....core.torch_compat.torch_private import repeating_in
 from ....optim.wrapper import OptimWrapper
 from ...base import EvalStep, Optim, TrainStep
+from ...divided import register_divided
 from ...fsdp import choose_roots
 from ...sharding import check_divided
 from ..axis import Axis, CheckWindow, Evaluate, Layout, RunWindow, check_torch
@@ -36,9 +37,9 @@ from ..plans import (
 from .local_tensors import LOCAL_ADVICE, LocalTensors, OwnPlanShards, why_not_local
 from .operations import (
     DTensorFunctions,
+    register_attention,
     register_cpu_attention,
     register_gathering,
-    register_random_numbers,
     register_whole_operations,
 )
 from .ordinary import needs_dtensors
@@ -198,7 +199,8 @@ class TensorParallel(Axis):
     def apply(self, model: nn.Module) -> nn.Module:
         """See Axis."""
         check_torch(self.name)
-        register_random_numbers()
+        register_divided()
+        register_attention()
         model = self._divided(model)
         check_float8(model, self.size)
         return model
