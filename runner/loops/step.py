@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ...core.base.errors import ConfigError, StrategyError
 from ...core.base.overriding import overridden
 from ...core.base.trees import tree_map_only
+from ...core.checkpoint.chunks import full_tensor
 from ...core.comm.collectives import is_main
 from ...core.comm.topology import gathering, gathering_refused
 from ...core.device.device import to_device
@@ -444,7 +446,8 @@ class Stepper:
         logs = self._train_step(batch if self.has_preprocessor else self._to_device(batch, True), optim)
         if not isinstance(logs, Mapping):
             raise ConfigError(f"model.train_step: gave {type(logs).__name__}, return a dict of what to log")
-        values = {name: kept(torch.as_tensor(value)) for name, value in logs.items()}
+        values = {name: torch.as_tensor(value) for name, value in logs.items()}
+        values = {name: kept(full_tensor(each) if isinstance(each, DTensor) else each) for name, each in values.items()}
         if self._reuses_outputs:
             values = {name: value.clone() for name, value in values.items()}
         if "loss" not in values and (parts := [value for name, value in values.items() if "loss" in name]):

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ...core.base.errors import ConfigError
+from ...core.checkpoint.chunks import full_tensor
 from ...core.comm.topology import Topology
 from .history import HistoryBuffer, UnreadMean, fetch
 
@@ -162,7 +164,8 @@ class MessageHub(Shared):
 
         Args:
             key: by convention ``train/loss``, ``val/accuracy``.
-            value: a number, or a one-element tensor that must not be changed in place later.
+            value: a number, or a one-element tensor that must not be changed in place later. Of a DTensor, such as the norm of
+                a divided parameter, the whole is logged: a collective.
             count: number of items that ``value`` sums up; a mean divides by it.
             resumed: False keeps the scalar out of checkpoints; the newest call decides.
         """
@@ -293,6 +296,7 @@ def _checked(key: str, value: Any) -> float | Tensor:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ConfigError(f"{key}: a tensor of shape {tuple(value.shape)} is no scalar, give one element")
+        value = full_tensor(value) if isinstance(value, DTensor) else value
         return value.detach() if value.requires_grad else value
     try:
         return float(value.item() if hasattr(value, "item") else value)

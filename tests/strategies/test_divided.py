@@ -137,3 +137,48 @@ def test_what_each_process_has_a_part_of_may_be_written_to(
     (expected,) = workers1.run(columns, str(tmp_path / "one"), "single")
     for found in workers2.run(columns, str(tmp_path / "two"), "fsdp"):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class LogsOfStep(Net):
+    """Logs what its own train_step computes from parameters."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        loss = self(**data, mode="loss")["loss"]
+        optim_wrapper.update_params(loss)
+        return {"loss": loss, "step_norm": self.net[0].weight.norm()}
+
+
+def logged(folder: str, strategy: str) -> dict[str, Any]:
+    """Numbers of the log, and one in a text."""
+    texts = []
+
+    def hook(runner: Any, *_: Any, **__: Any) -> None:
+        norm = sum(p.detach().square().sum() for p in runner.strategy.module.parameters()).sqrt()
+        runner.message_hub.update_scalar("train/norm", norm)
+        texts.append(f"{float(norm):.4f}")
+
+    runner = make_runner(
+        folder,
+        model=lambda: LogsOfStep(dropout=0.0),
+        strategy=STRATEGIES[strategy],
+        custom_hooks=[At("after_train_iter", hook)],
+        train_cfg=dict(by_epoch=False, max_iters=2),
+        train_dataloader=dict(
+            batch_size=4 if strategy == "fsdp" else 8, dataset=Samples(8), collate_fn="default_collate"
+        ),
+    )
+    try:
+        runner.train()
+        names = ("train/norm", "train/step_norm", "train/loss")
+        return {name: runner.message_hub.get_scalar(name).current() for name in names} | {"text": float(texts[-1])}
+    finally:
+        runner.strategy.leave()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tp"])
+def test_norms_of_parameters_are_logged_whole(
+    tmp_path: Path, workers1: WorkerGroup, workers2: WorkerGroup, strategy: str
+) -> None:
+    (expected,) = workers1.run(logged, str(tmp_path / "one"), "single")
+    for found in workers2.run(logged, str(tmp_path / "two"), strategy):
+        assert found == pytest.approx(expected, rel=1e-4)
