@@ -163,6 +163,8 @@ class OptimWrapper:
     _observing: Any = None
     guard: UpdateGuard | None = None
     last_step = _NONE_YET
+    is_updating = False
+    """Whether ``update_params`` calls ``backward``, so that nobody sees the gradients before ``step``."""
     _accumulate: int
     _left: int | None = None  # micro-batches from the window's first on; None: no end is known
     _driven = False  # a training loop announces every micro-batch
@@ -415,7 +417,11 @@ class OptimWrapper:
         Outside a training loop it counts the micro-batches itself. The training loop calls this method if a subclass
         overrides it or a method that it calls; otherwise the loop calls ``backward`` and ``step``.
         """
-        self.backward(self.scale_loss(loss))
+        self.is_updating = True
+        try:
+            self.backward(self.scale_loss(loss))
+        finally:
+            self.is_updating = False
         if self.should_update():
             self.finish()
         if not self._driven:

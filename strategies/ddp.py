@@ -20,11 +20,11 @@ from ..core.base.registry import STRATEGIES
 from ..core.device.precision import BATCH_NORM
 from ..core.model.base_model import calls_itself
 from ..core.torch_compat.torch_private import check_reduced, gradient_hooks, leave_to_others
-from ..optim.gradients import average
 from ..optim.wrapper import OptimWrapper
 from .added_parameters import refuse_added
 from .base import NOTHING, Optim, Strategy
 from .config import ANY_DEVICE, Needs, StrategyConfig
+from .gradient_hooks import AveragedGradients
 from .noted import Arranged
 from .parts import explain, keep_own_buffers
 from .sharding import check_dense, check_no_max_norm, check_not_quantised
@@ -246,7 +246,7 @@ class DDPStrategy(Strategy):
         if self.topology.data.count > 1 and optim is not None:
             for wrapper in optim.wrappers.values():
                 if calls_itself(self.module):  # averages whatever the optimizer has
-                    wrapper.register_step_pre_hook(self._average_gradients)
+                    self._gradient_hooks.append(AveragedGradients(wrapper, self.topology.data))
                 else:
                     refuse_added(wrapper, self.module)
         return called, optim
@@ -297,9 +297,6 @@ class DDPStrategy(Strategy):
             if (advice := explain(self, error)) is None:
                 raise
             raise StrategyError(f"model: rank {self.topology.rank} cannot reduce its gradients, {advice}") from error
-
-    def _average_gradients(self, optim: OptimWrapper) -> None:
-        average([p for group in optim.param_groups for p in group["params"]], self.topology.data)
 
 
 @keep_own_buffers.register(DDPStrategy)

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..core.base.errors import StrategyError
+from ..core.base.tensors import dtype_name
 from ..core.base.trees import tree_map_only
 from ..core.checkpoint.chunks import fill
-from ..core.torch_compat.dtensor_private import ITEM, dtensor_handlers
+from ..core.torch_compat.dtensor_private import ITEM, dtensor_handlers, write_data
 from ..core.torch_compat.torch_private import base_of, is_mutable, tree_flatten
 
 _ATEN = torch.ops.aten
@@ -31,6 +32,7 @@ def register_divided() -> None:
     handlers.update(dict.fromkeys(_SHAPED_LIKE, _draw_like))
     handlers[_ATEN.bernoulli.default] = _draw_with
     handlers[_ATEN.native_dropout.default] = _drop_out
+    write_data(_set_data)
     handlers.update(dict.fromkeys((ITEM, _ATEN.equal.default), compute_whole))
 
 
@@ -73,6 +75,16 @@ def _write(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         keep_shard(tensor, args[1].expand(tensor.shape))
         return tensor
     return by_torch(operation, args, kwargs)
+
+
+def _set_data(tensor: DTensor, value: Tensor) -> None:
+    """``tensor.data = value``: strategies and optimizers have the memory of the shard, so the values go there."""
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        given = f"{dtype_name(value.dtype)} of shape {tuple(value.shape)}"
+        raise StrategyError(
+            f"model: .data of a divided tensor becomes {given}, which must stay {dtype_name(tensor.dtype)} of shape {tuple(tensor.shape)}"
+        )
+    tensor.data.copy_(value)
 
 
 def check_writable(tensor: Tensor, name: str) -> None:

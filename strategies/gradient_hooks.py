@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.base.errors import StrategyError
 from ..core.comm.topology import DataShard
-from ..core.torch_compat.torch_private import after_backward, call_first, postpone_gradient_hooks, resume_gradient_hooks
+from ..core.torch_compat.torch_private import (
+    after_backward,
+    call_first,
+    postpone_gradient_hooks,
+    resume_gradient_hooks,
+    version_of,
+)
 from ..optim.gradients import average
 from ..optim.wrapper import OptimWrapper
 
@@ -51,6 +58,45 @@ class _AroundBackward:
 
     def _end(self) -> None:
         raise NotImplementedError
+
+
+class AveragedGradients(_AroundBackward):
+    """Averages what an optimizer has: before its updates, and after a ``backward`` that the model calls by itself.
+
+    The model's ``train_step`` may look at the gradients, or change them, before it calls ``step``.
+
+    Args:
+        optim: has been built.
+        data: the processes that average gradients.
+        only: some of the optimizer's parameters; None: all that it has.
+    """
+
+    def __init__(self, optim: OptimWrapper, data: DataShard, only: list[Tensor] | None = None) -> None:
+        super().__init__()
+        self._optim, self._data, self._only = optim, data, only
+        self._means: list[tuple[Tensor | None, int]] = []
+        self.register(optim)
+        optim.register_step_pre_hook(lambda _: self._average())
+
+    def _end(self) -> None:
+        if self._optim.should_sync() and not self._optim.is_updating:
+            self._average()
+            self._means = self._gradients()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        pairs = zip_longest(self._gradients(), self._means, fillvalue=(None, -1))
+        is_new = any(now is not mean or version != then for (now, version), (mean, then) in pairs)
+        self._means = []
+        average(self._parameters(), self._data, is_new)
+
+    def _parameters(self) -> list[Tensor]:
+        return self._only or [parameter for group in self._optim.param_groups for parameter in group["params"]]
+
+    def _gradients(self) -> list[tuple[Tensor | None, int]]:
+        """The gradients, and how often each was changed."""
+        found = [parameter.grad for parameter in self._parameters()]
+        return [(gradient, 0 if gradient is None else version_of(gradient)) for gradient in found]
 
 
 class HooksAfterBackward(_AroundBackward):

@@ -161,6 +161,11 @@ def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
     return cast(dict[Any, Callable[..., Any]], DTensor._op_dispatcher._custom_op_handlers)
 
 
+def write_data(write: Callable[[DTensor, Tensor], None]) -> None:
+    """Let ``tensor.data = value`` of a DTensor call ``write``; torch changes the wrapper, and the shard stays as it is. 2.6, 2.15."""
+    cast(Any, DTensor).data = property(torch._C.TensorBase.data.__get__, write)  # type: ignore[attr-defined]
+
+
 def relax_views(tell: Callable[[Any], None]) -> None:
     """Let ``view`` of DTensors communicate where a layout cannot stay, as ``reshape`` does, instead of raising. 2.15.
 

@@ -164,8 +164,7 @@ class MessageHub(Shared):
 
         Args:
             key: by convention ``train/loss``, ``val/accuracy``.
-            value: a number, or a one-element tensor that must not be changed in place later. Of a DTensor, such as the norm of
-                a divided parameter, the whole is logged: a collective.
+            value: a number, or a one-element tensor that must not be changed in place later; a DTensor is made whole by all processes.
             count: number of items that ``value`` sums up; a mean divides by it.
             resumed: False keeps the scalar out of checkpoints; the newest call decides.
         """
@@ -296,8 +295,7 @@ def _checked(key: str, value: Any) -> float | Tensor:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ConfigError(f"{key}: a tensor of shape {tuple(value.shape)} is no scalar, give one element")
-        value = full_tensor(value) if isinstance(value, DTensor) else value
-        return value.detach() if value.requires_grad else value
+        return (full_tensor(value) if isinstance(value, DTensor) else value).detach()
     try:
         return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError):

@@ -41,13 +41,13 @@ from ...core.torch_compat.torch_private import (
     swappable,
     with_values,
 )
-from ...optim.gradients import average
 from ...optim.wrapper import OptimWrapper
 from ..added_parameters import refuse_added
 from ..base import NOTHING, EvalStep, Optim, Strategy, kept_gradients
 from ..config import ANY_DEVICE, Needs
 from ..divided import register_divided
 from ..gathering_order import Together, UnitOrder, message_group
+from ..gradient_hooks import AveragedGradients
 from ..lost_writes import Replaced, watch_forward
 from ..noted import Arranged, is_subclass
 from ..parts import choices, construct, explain, prepare_whole
@@ -330,8 +330,7 @@ class FSDPStrategy(Strategy):
             if self._float8 is not None:
                 wrapper.register_step_pre_hook(lambda _, weights=self._float8: weights.forget())  # type: ignore[misc]
             if own := [p for p in updated if p in self._whole]:
-                data = self._averaged_over()
-                wrapper.register_step_pre_hook(lambda _, scalars=own, data=data: average(scalars, data))  # type: ignore[misc]
+                self._gradient_hooks.append(AveragedGradients(wrapper, self._averaged_over(), own))
             # What stays gathered would have the weights of before the update, in every forward until it is freed; what no
             # optimizer has would stay so for good. Backward may still come to what only others have.
             known, elsewhere = {*updated}, {p for other in own_of if other is not updated for p in other}

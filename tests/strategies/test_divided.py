@@ -42,11 +42,19 @@ def by_a_copy(parameter: Tensor) -> None:
     parameter.copy_(whole)
 
 
+def by_data(parameter: Tensor) -> None:
+    parameter.data = parameter.data * 0.5
+
+
+def by_whole_data(parameter: Tensor) -> None:
+    parameter.data = torch.linspace(-1, 1, parameter.numel()).view(parameter.shape)
+
+
 CHANGES: dict[str, Callable[[Tensor], object]] = {
     "normal_": lambda parameter: nn.init.normal_(parameter),
     "uniform_": lambda parameter: parameter.uniform_(-1, 1),
     "trunc_normal_": lambda parameter: nn.init.trunc_normal_(parameter),
-    **{change.__name__: change for change in (noise, drop, by_its_norm, by_its_sum, by_a_copy)},
+    **{change.__name__: change for change in (noise, drop, by_its_norm, by_its_sum, by_a_copy, by_data, by_whole_data)},
 }
 
 
@@ -103,11 +111,15 @@ def a_view(parameter: Tensor) -> None:
     parameter.view(-1)[:3].zero_()
 
 
+def another_dtype(parameter: Tensor) -> None:
+    parameter.data = parameter.data.double()
+
+
 LOST: dict[str, Callable[[Tensor], object]] = {change.__name__: change for change in (row, rows, drawn, a_view)}
 
 
 def refusal(folder: str, strategy: str, change: str) -> str:
-    CHANGES[change] = LOST[change]
+    CHANGES[change] = another_dtype if change == "another_dtype" else LOST[change]
     try:
         changed(folder, strategy, change)
     except StrategyError as error:
@@ -182,3 +194,10 @@ def test_norms_of_parameters_are_logged_whole(
     (expected,) = workers1.run(logged, str(tmp_path / "one"), "single")
     for found in workers2.run(logged, str(tmp_path / "two"), strategy):
         assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_data_keeps_its_dtype(tmp_path: Path, workers2: WorkerGroup) -> None:
+    for said in workers2.run(refusal, str(tmp_path), "fsdp", "another_dtype"):
+        assert (
+            ".data of a divided tensor becomes float64 of shape (8, 6), which must stay float32 of shape (8, 6)" in said
+        )

@@ -1,0 +1,138 @@
+"""A train_step that looks at gradients between ``backward`` and ``step``: it has those of one device under every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flextrain.strategies import gradient_hooks
+from flextrain.testing import WorkerGroup
+
+from ..runner.training import FSDP, Net, Samples, make_runner, whole_state
+
+pytestmark = pytest.mark.distributed
+TP = dict(type="mesh", tp=2, plan={"net.0": "colwise", "net.3": "rowwise"})
+STRATEGIES: dict[str, Any] = {"single": dict(type="single"), "ddp": "ddp", "fsdp": FSDP, "tp": TP}
+
+
+def clip(parameters: list[Tensor]) -> Tensor:
+    return nn.utils.clip_grad_norm_(parameters, 0.05)
+
+
+def bound(parameters: list[Tensor]) -> Tensor:
+    nn.utils.clip_grad_value_(parameters, 0.01)
+    return torch.zeros(())
+
+
+def sign(parameters: list[Tensor]) -> Tensor:
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.sign()
+    return torch.zeros(())
+
+
+def by_their_norms(parameters: list[Tensor]) -> Tensor:
+    norms = [parameter.grad.norm() for parameter in parameters if parameter.grad is not None]
+    for parameter, norm in zip(parameters, norms, strict=True):
+        assert parameter.grad is not None
+        parameter.grad.div_(norm + 1e-6)
+    return sum(norms, start=torch.zeros(()))
+
+
+def look(parameters: list[Tensor]) -> Tensor:
+    return torch.tensor(sum(parameter.grad.norm().item() for parameter in parameters if parameter.grad is not None))
+
+
+CHANGES: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    change.__name__: change for change in (clip, bound, sign, by_their_norms, look)
+}
+
+
+class ByHand(Net):
+    """Changes gradients before the update; with ``twice``, they come from two calls of ``backward``."""
+
+    def __init__(self, change: str, twice: bool) -> None:
+        super().__init__(dropout=0.0)
+        self.change, self.twice = change, twice
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        loss = self(**data, mode="loss")["loss"]
+        for _ in range(1 + self.twice):
+            optim_wrapper.backward(loss)
+            loss = self(**data, mode="loss")["loss"] * 0.5
+        seen = torch.zeros(())
+        if optim_wrapper.should_update():
+            seen = CHANGES[self.change]([*self.parameters()])
+            optim_wrapper.step()
+        return {"loss": loss.detach(), "seen": seen}
+
+
+def trained(folder: str, strategy: str, change: str, twice: bool = False, accumulate: int = 1) -> dict[str, Any]:
+    runner = make_runner(
+        folder,
+        model=lambda: ByHand(change, twice),
+        strategy=STRATEGIES[strategy],
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9), accumulative_counts=accumulate),
+        train_cfg=dict(by_epoch=False, max_iters=3 * accumulate),
+        train_dataloader=dict(
+            batch_size=8 // (2 if strategy in ("ddp", "fsdp") else 1) // accumulate,
+            dataset=Samples(8),
+            collate_fn="default_collate",
+        ),
+    )
+    try:
+        runner.train()
+        seen = runner.message_hub.get_scalar("train/seen").current()
+        return {name: each for name, each in whole_state(runner).items() if name.startswith("model.")} | {"seen": seen}
+    finally:
+        runner.strategy.leave()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_gradients_after_backward_are_those_of_one_device(
+    tmp_path: Path, workers1: WorkerGroup, workers2: WorkerGroup, strategy: str, change: str
+) -> None:
+    (expected,) = workers1.run(trained, str(tmp_path / "one"), "single", change)
+    for found in workers2.run(trained, str(tmp_path / "two"), strategy, change):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [dict(twice=True), dict(accumulate=2)], ids=str)
+def test_after_several_backwards_too(
+    tmp_path: Path, workers1: WorkerGroup, workers2: WorkerGroup, options: dict[str, Any]
+) -> None:
+    (expected,) = workers1.run(run_with, str(tmp_path / "one"), "single", options)
+    for found in workers2.run(run_with, str(tmp_path / "two"), "ddp", options):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def run_with(folder: str, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
+    return trained(folder, strategy, "clip", **options)
+
+
+def averagings(folder: str, change: str) -> list[bool]:
+    """Of each call, whether there was anything to average."""
+    calls = []
+
+    def average(parameters: Any, data: Any, is_new: bool = True) -> None:
+        calls.append(is_new)
+        own(parameters, data, is_new)
+
+    own = gradient_hooks.average
+    with mock.patch.object(gradient_hooks, "average", average):
+        trained(folder, "ddp", change)
+    return calls
+
+
+def test_what_nobody_changes_is_averaged_once(tmp_path: Path, workers2: WorkerGroup) -> None:
+    for calls in workers2.run(averagings, str(tmp_path), "look"):
+        assert calls == [True, False] * 3
+    for calls in workers2.run(averagings, str(tmp_path), "bound"):
+        assert calls == [True, True] * 3
