@@ -14,6 +14,7 @@ from flextrain.runner.loops.step import Stepper
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import shard
 
+from ..runner.training import log_lines
 from .models import MODELS, Plain, sample
 from .parity import RECIPES, started
 
@@ -75,3 +76,29 @@ def test_every_process_has_the_values_of_the_last_stage(workers2: WorkerGroup) -
         "model: early, a value to log, was there in the first window and is missing now, NaN takes its place; with strategy.pp, "
         "return it for every batch, such as 0",
     ]
+
+
+def looked_at() -> list[list[str]]:
+    """In a worker: the warnings before and after code beside the model looks at its parameters or its state, twice."""
+    found = []
+    for look in (lambda model: [*model.parameters()], lambda model: model.state_dict()):
+        with (
+            log_lines() as lines,
+            started(dict(type="MeshStrategy", pp=2), "plain", RECIPES["adamw-clip"]) as session,
+        ):
+            windows_of(session, sample("plain", 4, 0))
+            found.append(list(lines))
+            look(session.strategy.module)
+            look(session.strategy.module)
+            found.append([line for line in lines if line not in found[-1]])
+    return found
+
+
+@pytest.mark.distributed
+def test_who_looks_at_a_stage_as_at_the_model_is_warned_once(workers2: WorkerGroup) -> None:
+    for before, by_parameters, also_before, by_state in workers2.run(looked_at):
+        assert not any("those of this process's stages only" in line for line in (*before, *also_before))
+        for lines in (by_parameters, by_state):
+            (line,) = lines
+            assert "test_pipeline_logs.py:" in line
+            assert "those of this process's stages only" in line

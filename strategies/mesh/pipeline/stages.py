@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -15,13 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ....core.base.errors import StrategyError
+from ....core.base.errors import StrategyError, is_the_user_s, shown
 from ....core.device.device import DEVICES
 from ....core.model.base_model import class_name
 from ....core.random.generators import nth_seed, torch_states
 from ....core.torch_compat.torch_private import tree_flatten, with_values
 from .chain import Chain, stage_of
 from .rehearsal import Plan, Rehearsal, chained
+
+_logger = logging.getLogger("flextrain")
 
 # Streams: random numbers of a model's forward that stages compute in parts.
 
@@ -181,6 +185,11 @@ class _Elsewhere(nn.Module):
         self._run[0].check_complete([self])
         return super().named_parameters(*args, **kwargs)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """See nn.Module."""
+        self._run[0].check_complete([self])
+        return super().state_dict(*args, **kwargs)
+
 
 class Part(_Elsewhere):
     """Stands for a submodule of one that another process has: it can be looked at."""
@@ -245,7 +254,7 @@ class StageRun:
         self._model = model
         self._left: Tensor | None = None
         self._was_given = False
-        self._is_called = self._is_in_forward = self.only_plans = False
+        self._is_called = self._is_in_forward = self.only_plans = self._has_warned = False
         self._drawing: set[tuple[str, bool]] = set()  # ("" for layers, or a part before them; in training)
         self._plan = Plan()
         self.streams = Streams(device)
@@ -280,7 +289,7 @@ class StageRun:
 
         model.forward = forward
         model.register_forward_pre_hook(self._note_call)
-        for path in {name.rpartition(".")[0] for name in real}:
+        for path in {"", *(name.rpartition(".")[0] for name in real)}:
             self._watch_parameters(model.get_submodule(path))
         if 0 in held:
             real[self.chain.layers[0]].register_forward_pre_hook(self._first_layer)
@@ -303,12 +312,27 @@ class StageRun:
         module.named_parameters = MethodType(named_parameters, module)  # type: ignore[method-assign]  # as torch.compile needs it
 
     def check_complete(self, modules: Iterable[nn.Module]) -> None:
-        """Raise StrategyError if a stage is under way, and another process has one of ``modules``."""
+        """Raise StrategyError if a stage is under way, and another process has one of ``modules``; warn code of the user's once."""
         absent = next((module for module in modules if isinstance(module, _Elsewhere)), None)
-        if absent is not None and self.current is not None:
+        if absent is None:
+            return
+        if self.current is None:
+            self._warn()
+        else:
             raise StrategyError(
                 f"model: {class_name(self._model)} goes through its parameters in a step, and another process of the pipeline has "
                 f"those of {absent._name}; compute in a layer what needs them, or give strategy.pp=1"
+            )
+
+    def _warn(self) -> None:
+        caller = sys._getframe(1)
+        while caller.f_back is not None and str(caller.f_globals.get("__name__")).startswith(("torch.", __name__)):
+            caller = caller.f_back
+        if is_the_user_s(caller) and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                f"strategy.pp: parameters() and state_dict() of the model, called at {shown(caller.f_code.co_filename, caller.f_lineno)}, have "
+                "those of this process's stages only; flextrain.strategies.parts.full_weights(runner.strategy) gives all"
             )
 
     @property
