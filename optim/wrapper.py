@@ -167,6 +167,7 @@ class OptimWrapper:
     """Whether ``update_params`` calls ``backward``, so that nobody sees the gradients before ``step``."""
     _accumulate: int
     _left: int | None = None  # micro-batches from the window's first on; None: no end is known
+    _is_prepared = False  # the hooks of this update were called
     _driven = False  # a training loop announces every micro-batch
     _adapter: OptimizerAdapter | None = None
     _roles: Roles | None = None
@@ -417,7 +418,7 @@ class OptimWrapper:
         Outside a training loop it counts the micro-batches itself. The training loop calls this method if a subclass
         overrides it or a method that it calls; otherwise the loop calls ``backward`` and ``step``.
         """
-        self.is_updating = True
+        self.is_updating = not overridden(self, "backward", "step")
         try:
             self.backward(self.scale_loss(loss))
         finally:
@@ -445,8 +446,15 @@ class OptimWrapper:
 
     def finish(self) -> StepInfo:
         """Make the update and drop the gradients, also if a subclass's ``step`` keeps them, as in MMEngine."""
-        info: object = self.step()
-        if overridden(self, "step"):
+        is_own = overridden(self, "step")
+        for hook in self._step_pre_hooks if is_own else ():  # first, so that it has the gradients of all processes
+            hook(self)
+        self._is_prepared = bool(is_own)
+        try:
+            info: object = self.step()
+        finally:
+            self._is_prepared = False
+        if is_own:
             self.zero_grad()
             if isinstance(info, StepInfo):
                 self.last_step = info
@@ -456,7 +464,7 @@ class OptimWrapper:
 
     def step(self) -> StepInfo:
         """Unscale and clip the gradients, update the parameters and drop the gradients: once per window."""
-        for hook in self._step_pre_hooks:
+        for hook in () if self._is_prepared else self._step_pre_hooks:
             hook(self)
         self.adapter.begin_update()
         if self.guard is not None:

@@ -555,10 +555,12 @@ def _reason_of(run: Run, error: BaseException) -> Reason:
 
 def _of_hook(failure: Failure) -> str | None:
     """Advice for a hook that copies the model or computes with its parameters, where each process has parts of them."""
-    apart = r"deepcopy|cannot pickle 'torch\._C|DTensor|aten\.|tensor subclass|The size of tensor a \(0\)"
-    if failure.origin.kind != "hook" or re.search(apart, failure.text) is None:
+    apart = r"deepcopy|cannot pickle 'torch\._C|DTensor|aten\.|tensor subclass"
+    parameters = [*failure.run.strategy.module.parameters()]
+    may_be = isinstance(failure.error, (IndexError, RuntimeError, ValueError)) and any(p.numel() == 0 for p in parameters)
+    if failure.origin.kind != "hook" or not (may_be or re.search(apart, failure.text)):
         return None
-    shards = any(isinstance(each, DTensor) for each in failure.run.strategy.module.parameters())
+    shards = any(isinstance(parameter, DTensor) for parameter in parameters)
     return (
         f"under {type(failure.run.strategy).__name__} a process has parts of the parameters, and the model cannot be copied: "
         "EMAHook averages weights; `with flextrain.strategies.parts.full_weights(runner.strategy) as model:` gives whole ones"

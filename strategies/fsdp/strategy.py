@@ -705,6 +705,8 @@ def _(strategy: FSDPStrategy, error: BaseException) -> str | None:
     if (changed := explain.dispatch(Strategy)(strategy, error)) is not None:
         return changed
     if "got mixed torch.Tensor and DTensor" in str(error):
+        if "_foreach_norm" in str(error):
+            return "some parameters are divided and others are not: optim_wrapper.clip_grad=dict(max_norm=...) clips by the norm of all"
         return (
             "parameters are sharded while the model is not called: call it as a whole, self(...) and not self.forward(...), and "
             "compute in its forward what needs parameters; to generate text, call runner.generate(); a module that computes with "

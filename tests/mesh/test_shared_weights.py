@@ -13,9 +13,10 @@ from flextrain.strategies.mesh.pipeline.pipeline_parallel import Ties
 from flextrain.testing import WorkerGroup
 
 from ..device import DEVICE
+from ..runner.training import log_lines
 from . import models
 from .models import Plain
-from .parity import RECIPES, compare
+from .parity import RECIPES, Recipe, compare
 
 
 def _layers_tied() -> nn.Module:
@@ -48,6 +49,36 @@ ATTENTION = {"layers.*.[qkv]": "colwise", "layers.*.out": "rowwise"}
 )  # fmt: skip
 def test_shared_weights_stay_one_without_memory(workers2: WorkerGroup, spec: dict[str, Any], name: str) -> None:
     workers2.run(parity, spec, name)
+
+
+class Rooted(OptimWrapper):
+    """Changes the gradients before an update, element by element, by their values."""
+
+    def step(self, **options: Any) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.abs().sqrt() * parameter.grad.sign()
+        return super().step(**options)
+
+
+class RootedRecipe(Recipe):
+    def optim(self) -> OptimWrapper:
+        return Rooted(dict(type="SGD", lr=0.01), accumulative_counts=2)
+
+
+def rooted() -> None:
+    """In a worker: see ``compare``."""
+    with log_lines() as lines:
+        compare(dict(type="MeshStrategy", pp=2, pp_layers=["layers"]), "plain_tied", RootedRecipe(accumulate=2))
+    said = [
+        line for line in lines if "Rooted.step has the parameters and gradients of this process's stages only" in line
+    ]
+    assert len(said) == 1, lines
+
+
+def test_an_overridden_step_has_the_gradients_of_all_stages(workers2: WorkerGroup) -> None:
+    workers2.run(rooted)
 
 
 def added_up() -> list[list[float]]:

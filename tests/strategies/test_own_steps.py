@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flextrain import OptimWrapper
 from flextrain.strategies import gradient_hooks
 from flextrain.testing import WorkerGroup
 
@@ -73,12 +74,22 @@ class ByHand(Net):
         return {"loss": loss.detach(), "seen": seen}
 
 
-def trained(folder: str, strategy: str, change: str, twice: bool = False, accumulate: int = 1) -> dict[str, Any]:
+def trained(
+    folder: str,
+    strategy: str,
+    change: str,
+    twice: bool = False,
+    accumulate: int = 1,
+    model: Any = None,
+    wrapper: type[OptimWrapper] = OptimWrapper,
+) -> dict[str, Any]:
     runner = make_runner(
         folder,
-        model=lambda: ByHand(change, twice),
+        model=model or (lambda: ByHand(change, twice)),
         strategy=STRATEGIES[strategy],
-        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9), accumulative_counts=accumulate),
+        optim_wrapper=dict(
+            type=wrapper, optimizer=dict(type="SGD", lr=0.1, momentum=0.9), accumulative_counts=accumulate
+        ),
         train_cfg=dict(by_epoch=False, max_iters=3 * accumulate),
         train_dataloader=dict(
             batch_size=8 // (2 if strategy in ("ddp", "fsdp") else 1) // accumulate,
@@ -108,6 +119,38 @@ def test_gradients_after_backward_are_those_of_one_device(
 def test_after_several_backwards_too(
     tmp_path: Path, workers1: WorkerGroup, workers2: WorkerGroup, options: dict[str, Any]
 ) -> None:
+    (expected,) = workers1.run(run_with, str(tmp_path / "one"), "single", options)
+    for found in workers2.run(run_with, str(tmp_path / "two"), "ddp", options):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+class InStep(OptimWrapper):
+    def step(self, **options: Any) -> Any:
+        clip([parameter for group in self.param_groups for parameter in group["params"]])
+        return super().step(**options)
+
+
+class InBackward(OptimWrapper):
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss)
+        clip([parameter for group in self.param_groups for parameter in group["params"]])
+
+
+class Updates(Net):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        loss = self(**data, mode="loss")["loss"]
+        optim_wrapper.update_params(loss)
+        return {"loss": loss.detach(), "seen": torch.zeros(())}
+
+
+@pytest.mark.parametrize("wrapper", [InStep, InBackward])
+def test_an_optimizer_wrapper_that_clips_itself(
+    tmp_path: Path, workers1: WorkerGroup, workers2: WorkerGroup, wrapper: type[OptimWrapper]
+) -> None:
+    options = dict(model=Updates, wrapper=wrapper)
     (expected,) = workers1.run(run_with, str(tmp_path / "one"), "single", options)
     for found in workers2.run(run_with, str(tmp_path / "two"), "ddp", options):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -19,7 +19,9 @@ from ....core.comm.collectives import group_with_this_process
 from ....core.device.device import DEVICES
 from ....core.model.base_model import overrides
 from ....core.torch_compat.graphs_private import may_have_graphs
+from ....core.torch_compat.torch_private import has_step_hooks
 from ....optim.gradients import settled
+from ....optim.wrapper import OptimWrapper
 from ...base import EvalStep, Optim, TrainStep
 from ...fsdp import choose_units
 from ...noted import tied
@@ -98,6 +100,7 @@ class Pipeline(Axis):
         self._chain, self._split = Chain([]), [0]
         self._engine: PipelineEngine | None = None
         self._ties: Ties | None = None
+        self._has_warned = False
 
     @property
     def reports_last(self) -> bool:  # type: ignore[override]
@@ -219,6 +222,22 @@ class Pipeline(Axis):
         self._ties.gather(model, self.layout, self.name)
         for wrapper in optim.wrappers.values() if optim is not None else ():
             wrapper.register_step_pre_hook(self._ties.add)
+            wrapper.register_step_pre_hook(self._warn_of_parts)
+
+    def _warn_of_parts(self, optim: OptimWrapper) -> None:
+        """Say once that code of the user's has the gradients of some stages, where it may take them for all."""
+        own = overridden(optim, "step", "zero_grad")
+        if not self._has_warned and (own or has_step_hooks(optim.optimizer)):
+            self._has_warned = True
+            what = (
+                f"{type(optim).__name__}.{own[0]} has"
+                if own
+                else f"hooks of {type(optim.optimizer).__name__}.step have"
+            )
+            _logger.warning(
+                f"{optim.where}: {what} the parameters and gradients of this process's stages only, and a norm of them is not the "
+                "model's; clip_grad=dict(max_norm=...) clips by the norm of all"
+            )
 
     def stage(self) -> int | None:
         """See Axis."""
