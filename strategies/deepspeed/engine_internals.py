@@ -285,6 +285,24 @@ class _ZerosOnDemand(TorchFunctionMode):
         return torch.from_numpy(numpy.zeros(like.nbytes, dtype=numpy.uint8)).view(like.dtype).view(like.shape)
 
 
+def refuse_other_backwards(engine: Any) -> None:
+    """Raise where stages 2 and 3 would add the gradients of a backward that is not the engine's to the next update."""
+    optimizer = engine.optimizer
+    reduce = getattr(optimizer, "reduce_ready_partitions_and_remove_grads", None)
+    if reduce is None or not engine.zero_optimization_partition_gradients():
+        return
+
+    def reduce_own(*args: Any) -> Any:
+        if not engine._running_engine_backward:
+            raise StrategyError(
+                "model: backward was called beside the optimizer wrapper, as in a hook, and DeepSpeed would add its gradients to the next "
+                "update; choose stage 1, or DDPStrategy"
+            )
+        return reduce(*args)
+
+    optimizer.reduce_ready_partitions_and_remove_grads = reduce_own
+
+
 def forget_trial_step(engine: Any) -> None:
     """Drop the optimizer state of the trial update with zero gradients that some of DeepSpeed's optimizers make.
 

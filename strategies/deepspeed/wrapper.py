@@ -447,6 +447,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         self._engine, self._fragments, self._writes = engine, fragments, writes
         self._optimizer = engine_internals.inner_optimizer(engine)
         self._clips_here = clips_here
+        engine_internals.refuse_other_backwards(engine)
         self._update = before_update(engine)
         if clips_here and self.clip_grad is not None:
             # The engine reduces gradients in step(), so they cannot be clipped before it calls the optimizer.

@@ -12,6 +12,8 @@ from torch import nn
 
 from flextrain import DeepSpeedStrategy, OptimWrapper
 from flextrain.core.base.errors import StrategyError
+from flextrain.core.model.base_model import run_forward
+from flextrain.strategies.parts import full_weights
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train
 from flextrain.testing.models import Mlp
@@ -93,3 +95,37 @@ def test_writes_before_a_save(workers2: WorkerGroup) -> None:
 def test_what_is_not_lost(workers2: WorkerGroup, stage: int, half: bool, way: Callable[[nn.Module, int], None]) -> None:
     for made, message in workers2.run(write, stage, half, way, 5):
         assert (made, message) == (5, "")
+
+
+def differentiate(stage: int, beside: bool) -> tuple[str, float]:
+    """In a worker: what a backward between updates raises, and the sum of all weights after one more update."""
+    strategy = DeepSpeedStrategy(device="cpu", zero_optimization=dict(stage=stage))
+    said = ""
+    try:
+        strategy.join()
+        torch.manual_seed(0)
+        model, optim = strategy.setup(Mlp(), OptimWrapper(dict(type="SGD", lr=0.1)))
+        assert optim is not None
+
+        def between() -> None:
+            nonlocal said
+            try:
+                if beside:
+                    run_forward(model, Mlp.sample(4, 9), mode="loss")["loss"].backward()
+                    assert strategy.module.temperature.grad.abs() > 0
+                    strategy.module.zero_grad()
+            except StrategyError as error:
+                said = str(error)
+
+        train(strategy, model, optim, [[Mlp.sample(4, seed)] for seed in range(2)], (), between)  # type: ignore[arg-type]
+        with full_weights(strategy) as copy:
+            return said, sum(float(parameter.detach().double().sum()) for parameter in copy.parameters())
+    finally:
+        strategy.leave()
+
+
+def test_a_backward_beside_training_changes_no_update_or_is_refused(workers2: WorkerGroup) -> None:
+    assert workers2.run(differentiate, 1, True) == workers2.run(differentiate, 1, False)
+    for stage in (2, 3):
+        for said, _ in workers2.run(differentiate, stage, True):
+            assert said.startswith("model: backward was called beside the optimizer wrapper")
