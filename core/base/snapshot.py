@@ -84,7 +84,7 @@ class Snapshot:
             return (one.__self__,)
         elif isinstance(one, functools.partial):
             return (one.func, one.args, one.keywords)
-        elif not _stands_for_something_outside(one):
+        elif not stands_for_something_outside(one):
             return self._take_attributes(one)
         return ()
 
@@ -150,8 +150,11 @@ def _is_users(value: object) -> bool:
     return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _ENGINES
 
 
-def _stands_for_something_outside(one: object) -> bool:
-    return isinstance(one, (Optimizer, DataLoader)) or type(one).__module__.partition(".")[0] in _OUTSIDE
+def stands_for_something_outside(one: object) -> bool:
+    """Whether an object is not what its attributes hold: a file, a thread, a logger, a module, an optimizer."""
+    return (
+        isinstance(one, (types.ModuleType, Optimizer, DataLoader)) or type(one).__module__.partition(".")[0] in _OUTSIDE
+    )
 
 
 def _of_generator(one: Any) -> Callable[[], None] | None:

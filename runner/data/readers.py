@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+import random
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, Sampler
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, IterDataPipe, Sampler
 
 from ...core.base.errors import CheckpointError, ConfigError, DataError, counted
 from ...core.base.json_values import pack, unpack
+from ...core.base.snapshot import stands_for_something_outside
 from ...core.random.generators import RandomStream, epoch_seed, forget_spare_normal, nth_seed
-from ...core.torch_compat.torch_private import end_kept_workers
+from ...core.torch_compat.torch_private import end_kept_workers, version_of
 from .sample_seeds import SeededDataset, SeededStream, Turn, WorkerInit, as_read, order_seed
 from .samplers import DefaultSampler, Repeatable, ShardedSampler, chain_of, follows_span, seed_own_generators
 from .streams.divided_streams import original
@@ -32,6 +36,77 @@ from .user_loaders import (
 _END = object()
 
 
+_logger = logging.getLogger("flextrain")
+_MOST_HELD = 2_000
+_VALUES = (str, bytes, int, float, bool)
+
+
+class _Counted(NamedTuple):
+    """A tensor, and how often it was changed in place."""
+
+    tensor: Tensor
+    version: int
+
+
+def _held_by(**roots: Any) -> dict[str, Any]:
+    """What objects hold, by the way to it, ``dataset.transform.size``: attributes, and items of short lists and dicts."""
+    held: dict[str, Any] = {}
+    pending, seen = list(roots.items()), set()
+    while pending and len(held) < _MOST_HELD:
+        path, one = pending.pop(0)
+        held[path] = _Counted(one, version_of(one)) if isinstance(one, Tensor) else one
+        if (
+            id(one) in seen
+            or isinstance(one, (Tensor, random.Random))
+            or stands_for_something_outside(one)
+            or _is_ours(one)
+        ):
+            continue
+        seen.add(id(one))
+        if isinstance(one, (list, tuple, dict)):
+            held[f"len({path})"] = len(one)
+            items = one.items() if isinstance(one, dict) else enumerate(one)
+            pending += [(f"{path}[{key!r}]", item) for key, item in items] if len(one) <= _MOST_HELD // 20 else []
+        elif isinstance(own := getattr(one, "__dict__", None), dict):
+            pending += [(f"{path}.{name}", value) for name, value in own.items()]
+    return held
+
+
+def _is_ours(one: Any) -> bool:
+    """Whether an object is of this library, such as the runner, which changes all the time."""
+    return type(one).__module__.partition(".")[0] == __name__.partition(".")[0] and not isinstance(one, Dataset)
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any], epoch: int) -> list[str]:
+    """The names of what has changed, but for what ``set_epoch`` changes, which workers that are kept are told."""
+    found, twins, told_of = [], dict[str, dict[str, Any]](), set[str]()
+    for name in {**before, **now}:
+        one, other = before.get(name, _END), now.get(name, _END)
+        inside = name.removeprefix("len(").rstrip(")")
+        if _is_same(one, other) or any(
+            inside == each or inside.startswith((f"{each}.", f"{each}[")) for each in told_of
+        ):
+            continue
+        path, _, key = name.rpartition(".")
+        if hasattr(now.get(path), "set_epoch"):
+            if path not in twins:
+                twin = copy.copy(now[path])
+                vars(twin).update((key, before[f"{path}.{key}"]) for key in vars(twin) if f"{path}.{key}" in before)
+                twin.set_epoch(epoch)
+                twins[path] = vars(twin)
+            if key in twins[path] and not _is_same(twins[path][key], one):
+                told_of.add(name)
+                continue
+        found.append(name)
+    return found
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, _Counted) and isinstance(other, _Counted):
+        return one.tensor is other.tensor and one.version == other.version
+    return one is other or (isinstance(one, _VALUES) and type(one) is type(other) and one == other)
+
+
 class Feed:
     """The batches of a DataLoader, from any position of an epoch on.
 
@@ -41,6 +116,9 @@ class Feed:
         loader: a DataLoader from the user, or built from a configuration.
         shard: (index, count) of the data shard that this process reads.
     """
+
+    _given: dict[str, Any] | None = None  # to workers that are kept
+    _has_told = False
 
     def __init__(self, loader: DataLoader[Any], shard: tuple[int, int] = (0, 1)) -> None:
         self.loader, self.shard = loader, shard
@@ -102,7 +180,7 @@ class Feed:
             return self._part_of_stream(order, own_seed, epoch, start, stop)
         # A generator inside a dataset starts from its worker's seed, which must differ when an epoch is continued.
         generator.manual_seed(nth_seed(own_seed, start) >> 1)
-        self._dataset.epoch = epoch
+        vars(self._dataset).update(epoch=epoch, dataset=self.loader.dataset, collate=self.loader.collate_fn)
         if self.repeatable is not None:
             self.repeatable.position(order, start, stop)
         else:
@@ -134,9 +212,25 @@ class Feed:
         return map(Turn, repeat(seed), repeat(epoch), positions, repeat(stride), order)
 
     def _from_workers(self) -> Iterator[Any]:
+        self._end_outdated_workers()
         for batch in self._read:
             forget_spare_normal()  # like a batch that is read in this process
             yield batch
+
+    def _end_outdated_workers(self) -> None:
+        """Let kept workers begin anew if something has changed in what they were given, as by a hook that ends an augmentation."""
+        if not self._read.persistent_workers:
+            return
+        before, self._given = self._given, _held_by(dataset=self.loader.dataset, collate_fn=self.loader.collate_fn)
+        changed = [] if before is None else _changed(before, self._given, self._read.dataset.epoch)  # type: ignore[attr-defined]
+        if not changed:
+            return
+        end_kept_workers(self._read)
+        if not self._has_told:
+            self._has_told = True
+            _logger.info(
+                f"{changed[0]} has changed since the workers of a dataloader were given it: they begin anew, in spite of persistent_workers"
+            )
 
     # Streams
 

@@ -557,7 +557,9 @@ def _of_hook(failure: Failure) -> str | None:
     """Advice for a hook that copies the model or computes with its parameters, where each process has parts of them."""
     apart = r"deepcopy|cannot pickle 'torch\._C|DTensor|aten\.|tensor subclass"
     parameters = [*failure.run.strategy.module.parameters()]
-    may_be = isinstance(failure.error, (IndexError, RuntimeError, ValueError)) and any(p.numel() == 0 for p in parameters)
+    may_be = isinstance(failure.error, (IndexError, RuntimeError, ValueError)) and any(
+        p.numel() == 0 for p in parameters
+    )
     if failure.origin.kind != "hook" or not (may_be or re.search(apart, failure.text)):
         return None
     shards = any(isinstance(parameter, DTensor) for parameter in parameters)
