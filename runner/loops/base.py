@@ -116,12 +116,21 @@ class BaseLoop:
         self._data: EvaluationData | None = None
         self._last_mode = self.mode
 
+    def replaced(self) -> ConfigError:
+        """The error for a loop that got another dataloader, whose position and shards nobody knows."""
+        return ConfigError(
+            f"{type(self).__name__}.dataloader: was replaced by another {type(self.dataloader).__name__} after set-up; change its dataset or collate_fn in "
+            "place, or end this run and resume it with the other one"
+        )
+
     def run(self) -> Any:
         """Run the loop over its data; every loop must define it."""
         raise NotImplementedError(f"{type(self).__name__}.run() is not defined")
 
     def batches(self) -> Iterator[Any]:
         """Yield the batches that are due, which a loop with methods of its own gets from ``self.dataloader``."""
+        if self.dataloader is not self.loader and not self.has_own_methods:
+            raise self.replaced()
         share_buffers(self._runner.strategy)  # after the hooks before an evaluation, which may average them
         return self._own_batches()
 

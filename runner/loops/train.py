@@ -199,7 +199,8 @@ class TrainLoop(BaseLoop):
         """Set ``val_interval``; as in MMEngine, an interval holds from the next epoch or iteration on."""
         if done is None:
             done = self._epoch if self.by_epoch else self._iter
-        self.val_interval = self._intervals[bisect.bisect(self._milestones, done + 1) - 1]
+        if self._intervals[1:]:  # else a hook may have set another one
+            self.val_interval = self._intervals[bisect.bisect(self._milestones, done + 1) - 1]
 
     def run_iter(self, idx: Any, data_batch: Any = _LEFT_OUT) -> None:
         """Make one update, with its hooks; ``run_iter(data_batch)`` does it too, as in MMEngine's IterBasedTrainLoop.
@@ -251,20 +252,21 @@ class TrainLoop(BaseLoop):
         """Yield what ``run_iter`` gets, up to the update ``stop`` of the epoch."""
         if (last := self.data.last_counted(self._epoch, stop)) is not None:
             check_counted(last, self._runner.stepper)
+        if self.dataloader is not self.loader and not self.has_own_methods:
+            raise self.replaced()
         windows = self.data.windows(self._epoch, self._inner, stop)
         due = self._timed(map(itemgetter(0), windows) if self.data.accumulate == 1 else windows)
         return self._checked(due) if self.has_own_methods else due
 
     def _timed(self, due: Iterator[Any]) -> Iterator[Any]:
-        now = time.perf_counter
         while True:
-            began = now()
+            began = time.perf_counter()
             try:
                 batch = next(due)
             except StopIteration:
                 return
             finally:
-                self.waited_s += now() - began
+                self.waited_s += time.perf_counter() - began
             yield batch
 
     def _checked(self, due: Iterator[Any]) -> Iterator[Any]:

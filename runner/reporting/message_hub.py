@@ -202,8 +202,8 @@ class MessageHub(Shared):
     def history(self, key: str) -> HistoryBuffer:
         """Return the history of a scalar, new if the scalar has no value yet; for appending in every iteration."""
         if key not in self.log_scalars:
-            longest = _larger(self._retained.get(key, 0), self._history)
-            self.log_scalars[key] = HistoryBuffer(max_length=longest, name=key)
+            lengths = self._retained.get(key, 0), self._history
+            self.log_scalars[key] = HistoryBuffer(max_length=None if None in lengths else max(lengths), name=key)  # type: ignore[type-var]
         return self.log_scalars[key]
 
     def get_scalar(self, key: str) -> HistoryBuffer:
@@ -232,7 +232,8 @@ class MessageHub(Shared):
 
         Tensors are read at every log line, so only a list of numbers grows.
         """
-        self._retained[key] = _larger(self._retained.get(key, 0), history)
+        before = self._retained.get(key, 0)
+        self._retained[key] = None if before is None or history is None else max(before, history)
         if key in self.log_scalars:
             self.log_scalars[key].grow(history)
 
@@ -287,15 +288,12 @@ class MessageHub(Shared):
         return cls.get_instance("flextrain")  # MMEngine has a hub at any time too, which tests of models use
 
 
-def _larger(one: int | None, other: int | None) -> int | None:
-    return None if one is None or other is None else max(one, other)
-
-
 def _checked(key: str, value: Any) -> float | Tensor:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ConfigError(f"{key}: a tensor of shape {tuple(value.shape)} is no scalar, give one element")
-        return (full_tensor(value) if isinstance(value, DTensor) else value).detach()
+        value = full_tensor(value) if isinstance(value, DTensor) else value
+        return value.detach() if value.requires_grad else value
     try:
         return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError):

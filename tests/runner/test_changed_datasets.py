@@ -6,15 +6,17 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from flextrain import ConfigError
 from flextrain.runner.data.dataloaders import TrainData
 
-from .training import built_loader, log_lines
+from .training import At, Samples, built_loader, log_lines, make_runner, validation
 
 
 class Crop:
@@ -145,3 +147,39 @@ def test_they_are_kept_where_nothing_has_changed() -> None:
         loader.dataset.beside.seed = 7  # of the library
 
     assert len({sample["by"] for sample in first_samples(Augmented(), 1, look)}) == 1
+
+
+def another_loader(runner: Any) -> None:
+    loop = runner.train_loop if runner.epoch == 1 else runner.val_loop
+    loop.dataloader = DataLoader(Samples(4), batch_size=2)
+
+
+@pytest.mark.parametrize(("epoch", "said"), [(1, "EpochBasedTrainLoop.dataloader"), (2, "ValLoop.dataloader")])
+def test_another_loader_is_refused(tmp_path: Path, epoch: int, said: str) -> None:
+    runner = make_runner(
+        tmp_path,
+        custom_hooks=[At("before_train_epoch", lambda runner: runner.epoch == epoch and another_loader(runner))],
+        **validation(),
+    )
+    with pytest.raises(ConfigError, match=f"^{said}: was replaced by another DataLoader after set-up"):
+        runner.train()
+
+
+def test_a_hook_may_validate_more_often(tmp_path: Path) -> None:
+    validated = []
+
+    def from_now_on(runner: Any) -> None:
+        if runner.epoch == 2:
+            runner.train_loop.val_interval = 1
+
+    runner = make_runner(
+        tmp_path,
+        train_cfg=dict(by_epoch=True, max_epochs=6, val_interval=4),
+        custom_hooks=[
+            At("before_train_epoch", from_now_on),
+            At("before_val_epoch", lambda r: validated.append(r.epoch)),
+        ],
+        **validation(),
+    )
+    runner.train()
+    assert validated[-4:] == [3, 4, 5, 6]
