@@ -292,8 +292,8 @@ def _checked(key: str, value: Any) -> float | Tensor:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ConfigError(f"{key}: a tensor of shape {tuple(value.shape)} is no scalar, give one element")
-        value = full_tensor(value) if isinstance(value, DTensor) else value
-        return value.detach() if value.requires_grad else value
+        whole: Tensor = full_tensor(value) if isinstance(value, DTensor) else value
+        return whole.detach() if whole.requires_grad else whole
     try:
         return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError):
