@@ -71,6 +71,61 @@ class OwnDice(Dice):
             yield int(drawn / 4 * self.length)
 
 
+class InPlace(Dice):
+    """Shuffles its own list again in every pass, so that an order follows from the one before."""
+
+    def __init__(self, dataset: Samples) -> None:
+        super().__init__(dataset)
+        self.indices = list(range(self.length))
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.indices)
+        return iter(self.indices)
+
+
+class CountsPasses(Dice):
+    """Knows the pass from its own count; one that is told the epoch too does not use it."""
+
+    passes = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(torch.randperm(self.length, generator=torch.Generator().manual_seed(self.passes)).tolist())
+
+
+class Grows(Dice):
+    """Has more samples in later epochs."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+    def __len__(self) -> int:
+        return self.length - 8 + 4 * self.epoch
+
+
+class Buckets(Sampler[list[int]]):
+    """Batches from lists in a list, which it shuffles in place."""
+
+    def __init__(self) -> None:
+        self.buckets = [list(range(13)), list(range(13, 26))]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for bucket in self.buckets:
+            np.random.shuffle(bucket)
+            yield from (bucket[:3], bucket[3:8], bucket[8:])
+
+    def __len__(self) -> int:
+        return 6
+
+
 class Chosen(DefaultSampler):
     """Some of what flextrain's own gives, in another order: where it begins says nothing about where this does."""
 
@@ -212,6 +267,12 @@ CASES: dict[str, Changes] = {
     "loader-custom-sampler": loader(Dice),
     "loader-sampler-with-generators": loader(OwnDice),
     "loader-weighted-sampler": loader(weighted),
+    "loader-sampler-that-shuffles-in-place": loader(InPlace),
+    "loader-sampler-that-counts-passes": with_(loader(CountsPasses), train_cfg=ITERATIONS),
+    "loader-sampler-that-grows": loader(Grows),
+    "batches-shuffled-in-place": lambda folder: dict(train_dataloader=DataLoader(
+        Samples(26, folder / "read"), batch_sampler=Buckets()
+    )),
     "iterations-custom-sampler": with_(loader(Dice), train_cfg=ITERATIONS),
     "batch-sampler": data(batch_sampler=dict(type=Backwards)),
     "stream": stream,
