@@ -381,6 +381,36 @@ def test_no_validation_is_left_out_or_repeated(tmp_path: Path, saved_after: int 
     assert seen == left
 
 
+@pytest.mark.parametrize("priority", ["NORMAL", "LOWEST"])
+@pytest.mark.parametrize(
+    "point, at",
+    [("after_train_iter", 9), ("after_train_iter", 14), ("after_train_epoch", 2), ("after_val_epoch", 2), ("after_val", 2)],
+)  # fmt: skip
+def test_a_hook_may_save_before_schedules_have_stepped(tmp_path: Path, point: str, at: int, priority: str) -> None:
+    """A hook of the user's has the priority NORMAL, and so comes before the one that steps schedules."""
+    plateau = dict(type="ReduceOnPlateauLR", monitor="accuracy", rule="greater", patience=1, factor=0.5)
+    stopping = dict(type="EarlyStoppingHook", monitor="accuracy", min_delta=0.0, patience=2)
+    schedules = [plateau] if "val" in point else [*SCHEDULES, dict(type="MultiStepLR", milestones=[2], gamma=0.1)]
+    optim = dict(optimizer=dict(weight_decay=0.1, **SGD))
+    loop = dict(max_epochs=4)
+    changes = with_(
+        **validation(), optim_wrapper=optim, param_scheduler=schedules, train_cfg=loop, custom_hooks=[stopping]
+    )
+    calls = list[int]()
+
+    def save(runner: FlexibleRunner, *_: Any, **__: Any) -> None:
+        calls.append(runner.iter)
+        if len(calls) == at:
+            runner.save_checkpoint(runner.work_dir, "saved")
+
+    whole, runner = run(tmp_path / "whole", changes, At(point, save, priority))
+    done = at if point == "after_train_iter" else 14
+    rest, resumed = run(tmp_path / "rest", changes, resume=str(tmp_path / "whole" / "saved"))
+    assert (rest.trained, rest.rates) == (whole.trained[done:], whole.rates[done:])
+    assert not differences(whole_state(resumed), whole_state(runner))
+    assert resumed.iter == runner.iter
+
+
 def test_resume_of_a_finished_run_does_nothing_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = with_(default_hooks=dict(checkpoint=dict(interval=1)))
     _, runner = run(tmp_path, changes)
