@@ -17,7 +17,7 @@ from ...core.base.errors import CheckpointError, ConfigError, DataError, counted
 from ...core.base.events import heartbeat
 from ...core.base.json_values import pack, unpack
 from ...core.random.generators import RandomStream, epoch_seed, forget_spare_normal, nth_seed
-from ...core.torch_compat.torch_private import end_kept_workers, wants_new_workers
+from ...core.torch_compat.torch_private import INITIALIZED, end_kept_workers
 from .sample_seeds import SeededDataset, SeededStream, Turn, WorkerInit, as_read, order_seed
 from .samplers import (
     DefaultSampler,
@@ -106,7 +106,7 @@ class Feed:
             stop: position to end before, in the same unit; None: the end of the epoch.
             diff_shard_seed: draw the order of samplers that are not flextrain's from another seed in every data shard.
         """
-        if wants_new_workers(self.loader):
+        if vars(self.loader).get(INITIALIZED) is False:
             self.close()
         order = self._order_seed(seed, epoch, diff_shard_seed)
         own_seed = order_seed(seed, epoch) + (0 if self.is_stream and self._is_divided else self.shard[0])  # one order
