@@ -62,7 +62,6 @@ CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_
 INITIALIZERS = ("_no_grad_trunc_normal_",)
 """Functions of ``nn.init`` that other packages, such as timm, import by their private names. 2.6, 2.15."""
 
-
 REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE = torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3
 """Functions that a ``torch.save`` file names for every tensor. 2.6, 2.15; the format keeps them."""
 
@@ -384,8 +383,9 @@ class DeviceFollower(nn.Module):
 LOADER_ITERATOR = _BaseDataLoaderIter
 """Base class of a DataLoader's iterators. 2.6, 2.15."""
 
-KEPT_ITERATOR = "_iterator"
-"""Attribute in which a DataLoader keeps its persistent workers between epochs; None: it has none. 2.6, 2.15."""
+KEPT_ITERATOR, INITIALIZED = "_iterator", "_DataLoader__initialized"
+"""Attributes of a DataLoader: what it keeps its persistent workers in between epochs, None if it has none; and whether it is built,
+which hooks of mmdetection set to False where workers are to begin anew with changed data. 2.6, 2.15."""
 
 MAKE_ITERATOR = "_get_iterator"
 """Method with which a DataLoader makes its iterator. 2.6, 2.15."""

@@ -30,6 +30,7 @@ from .samplers import (
     chain_of,
     divided_sampler,
     held_in,
+    tell_epoch,
     tell_loader_epoch,
     use_shard,
     warn_of_passes,
@@ -541,8 +542,22 @@ class TrainData:
                 f"{found}; all of them are trained on, schedules and the estimated time use len()"
             )
 
+    def tell_samplers(self, epoch: int) -> None:
+        """Tell samplers the epoch, on which their length may depend."""
+        for part in (*chain_of(self._sampler), getattr(self.loader, "batch_sampler", None)):
+            tell_epoch(part, epoch)
+
     def begin_at(self, epoch: int) -> None:
-        """Warn if this process begins in a later pass, and the data, which are read again, cannot know it."""
+        """Warn if this process begins in a later pass, and the data, which are read again, cannot know it.
+
+        A sampler of the user's is taken through the passes before.
+        """
+        if self._feed is not None and self._feed.make_former_passes(self.seed, epoch, self.diff_rank_seed):
+            passes = counted(epoch, "pass", "passes")
+            logging.getLogger("flextrain").info(
+                f"train_dataloader: {self.sampler_name} changes in each of its passes, so the {passes} before are made again"
+            )
+        self.tell_samplers(epoch)
         if not epoch or (self._reader is None and not isinstance(self._dataset, IterableDataset)):
             return
         parts = (

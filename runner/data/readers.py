@@ -7,21 +7,32 @@ import logging
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice, repeat
 from typing import Any, NamedTuple
+from weakref import ref
 
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, IterDataPipe, Sampler
 
 from ...core.base.errors import CheckpointError, ConfigError, DataError, counted
+from ...core.base.events import heartbeat
 from ...core.base.json_values import pack, unpack
 from ...core.base.snapshot import stands_for_something_outside
 from ...core.random.generators import RandomStream, epoch_seed, forget_spare_normal, nth_seed
-from ...core.torch_compat.torch_private import end_kept_workers, version_of
+from ...core.torch_compat.torch_private import INITIALIZED, end_kept_workers, version_of
 from .sample_seeds import SeededDataset, SeededStream, Turn, WorkerInit, as_read, order_seed
-from .samplers import DefaultSampler, Repeatable, ShardedSampler, chain_of, follows_span, seed_own_generators
+from .samplers import (
+    DefaultSampler,
+    Repeatable,
+    ShardedSampler,
+    chain_of,
+    follows_span,
+    held,
+    seed_own_generators,
+    tell_epoch,
+)
 from .streams.divided_streams import original
 from .user_loaders import (
     is_divided,
@@ -141,6 +152,9 @@ class Feed:
         """True if the sampler follows no positions."""
         if own_batches or self.has_own_order:
             self.repeatable = Repeatable(loader.sampler if batches is None else batches)
+        self._own_samplers = [
+            part for part in chain_of(self.sampler if batches is None else batches) if _is_users(part)
+        ]
         self._turns = _Turns()
         self._dataset = SeededDataset(loader.dataset, loader.collate_fn, in_batches=batches is not None)
         self._read = resampled(
@@ -170,10 +184,8 @@ class Feed:
             stop: position to end before, in the same unit; None: the end of the epoch.
             diff_shard_seed: draw the order of samplers that are not flextrain's from another seed in every data shard.
         """
-        order = order_seed(seed, epoch)
-        own_seed = order + (0 if self.is_stream and self._is_divided else self.shard[0])  # which needs one order
-        if diff_shard_seed and not self._is_divided:
-            order = own_seed
+        order = self._order_seed(seed, epoch, diff_shard_seed)
+        own_seed = order_seed(seed, epoch) + (0 if self.is_stream and self._is_divided else self.shard[0])  # one order
         generator: Any = self._read.generator  # draws the workers' seeds
         generator.manual_seed(own_seed)
         if self.is_stream:
@@ -183,6 +195,7 @@ class Feed:
         vars(self._dataset).update(epoch=epoch, dataset=self.loader.dataset, collate=self.loader.collate_fn)
         if self.repeatable is not None:
             self.repeatable.position(order, start, stop)
+            _BEGUN.update((id(part), ref(part)) for part in self._own_samplers)
         else:
             self.sampler.set_span(start, stop)
             if isinstance(self.sampler, DefaultSampler):  # which evaluation may use too
@@ -192,6 +205,28 @@ class Feed:
             return map(self._dataset.__getitem__, turns)  # does the same as the DataLoader, some microseconds faster
         self._turns.turns = turns
         return self._from_workers() if self._read.num_workers else iter(self._read)
+
+    def make_former_passes(self, seed: int, epochs: int, diff_shard_seed: bool = False) -> bool:
+        """Make the passes before a resumed one with samplers of the user's that change in them; return whether they do.
+
+        One may shuffle a list of its own in place, or count its passes. Samplers that this process has read know their passes.
+        """
+        if self.repeatable is None or any(_BEGUN.get(id(part), _nothing)() is part for part in self._own_samplers):
+            return False
+        for epoch in range(epochs if self._own_samplers else 0):
+            for part in self._own_samplers:
+                tell_epoch(part, epoch)
+            before = [held(vars(part)) for part in self._own_samplers]
+            self.repeatable.position(self._order_seed(seed, epoch, diff_shard_seed), 0, None)
+            for _ in self.repeatable:
+                heartbeat()
+            if not epoch and before == [held(vars(part)) for part in self._own_samplers]:
+                return False
+        return bool(self._own_samplers)
+
+    def _order_seed(self, seed: int, epoch: int, diff_shard_seed: bool) -> int:
+        apart = diff_shard_seed and not self._is_divided
+        return order_seed(seed, epoch) + (self.shard[0] if apart else 0)
 
     def close(self) -> None:
         """End workers that would be kept for the next epoch."""
@@ -223,13 +258,15 @@ class Feed:
             return
         before, self._given = self._given, _held_by(dataset=self.loader.dataset, collate_fn=self.loader.collate_fn)
         changed = [] if before is None else _changed(before, self._given, self._read.dataset.epoch)  # type: ignore[attr-defined]
+        if vars(self.loader).get(INITIALIZED) is False:  # by which hooks of mmdetection ask for it
+            changed.append("the dataloader")
         if not changed:
             return
         end_kept_workers(self._read)
         if not self._has_told:
             self._has_told = True
             _logger.info(
-                f"{changed[0]} has changed since the workers of a dataloader were given it: they begin anew, in spite of persistent_workers"
+                f"{changed[0]} has changed since workers were given it: they begin anew, in spite of persistent_workers"
             )
 
     # Streams
@@ -275,6 +312,22 @@ class Feed:
         if loader.drop_last:
             groups = (group for group in groups if len(group) == loader.batch_size)
         return map(loader.collate_fn, groups)
+
+
+_BEGUN: dict[int, Callable[[], Any]] = {}
+"""Weak references to samplers of the user's that were read in this process, by identity, because one may not be hashable."""
+
+
+def _nothing() -> None:
+    return None
+
+
+def _is_users(sampler: Any) -> bool:
+    """True if a sampler is neither torch's nor of this library, and so may change from pass to pass."""
+    return hasattr(sampler, "__dict__") and type(sampler).__module__.partition(".")[0] not in _OF_LIBRARIES
+
+
+_OF_LIBRARIES = ("torch", "torchdata", __name__.partition(".")[0])
 
 
 class _Turns(Sampler[Turn]):

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import math
 import random
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import chain, count, islice
 from typing import Any, cast
@@ -348,6 +349,22 @@ def seed_own_generators(sampler: Any, seed: int) -> None:
                 bits.state = type(bits)(seed).state
             elif isinstance(generator, (random.Random, np.random.RandomState)):
                 generator.seed(seed % 2**32)
+
+
+_DEPTH = 3  # attributes, lists, and lists in them, as buckets of indices
+
+
+def held(value: Any, depth: int = _DEPTH) -> Any:
+    """What a pass may change in a sampler's attribute: values, and what lists, dicts and arrays hold, in their order."""
+    if isinstance(value, dict):
+        return [(key, held(item, depth - 1)) for key, item in value.items()] if depth else None
+    if isinstance(value, (list, tuple, deque)):
+        return [held(item, depth - 1) for item in value] if depth else None
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return value if isinstance(value, (bool, int, float, str)) else None
 
 
 class Repeatable(Sampler[Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Sequence
 from importlib import import_module
@@ -156,6 +157,7 @@ def _home_of(trial: SearchTrial) -> str:
 
 
 Rule = Literal["greater", "less"]
+logger = logging.getLogger("flextrain")
 
 # MMEngine's words, matched as part of a metric's name, in upper or lower case.
 GREATER_KEYS = ("acc", "top", "AR@", "auc", "precision", "mAP", "mDice", "mIoU", "mAcc", "aAcc")
@@ -259,6 +261,8 @@ class EarlyStoppingHook(Hook):
         self.stopping_threshold = stopping_threshold
         self.wait_count = 0
         self.best_score = worst(self.rule)
+        self._judged = -1  # the iteration of the validation that has counted last
+        self._repeated = -1  # that of the one that a resumed run may repeat
         self._is_training = False
         self._has_warned = False  # of a missing metric
 
@@ -301,9 +305,9 @@ class EarlyStoppingHook(Hook):
             return
         metrics = metrics or {}
         self.check_metrics(runner, metrics)
-        if self.monitor not in metrics:
+        if self.monitor not in metrics or runner.iter == self._repeated:  # by a resumed run
             return
-        score = float(metrics[self.monitor])
+        score, self._judged = float(metrics[self.monitor]), runner.iter
         if not math.isfinite(self.best_score) and (doubt := self._doubt(score)):
             runner.logger.warning(doubt)
         reason = self._reason_to_stop(score)
@@ -346,9 +350,18 @@ class EarlyStoppingHook(Hook):
         return f"{self.monitor} has not improved in {self.wait_count} validations, the best value is {best}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best score and the number of validations since it was reached."""
-        return {"best_score": self.best_score, "wait_count": self.wait_count}
+        """Return the best score of which metric, and the number of validations since it was reached."""
+        what = {"monitor": self.monitor, "rule": self.rule, "judged": self._judged}
+        return {"best_score": self.best_score, "wait_count": self.wait_count, **what}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict``."""
+        """Continue from ``state_dict``, unless that is of another metric."""
+        then, now = (state.get("monitor", self.monitor), state.get("rule", self.rule)), (self.monitor, self.rule)
+        if then != now:
+            logger.warning(
+                f"EarlyStoppingHook: the checkpoint has the best of {then[0]} ({then[1]}), and now {now[0]} ({now[1]}) is "
+                "monitored; its best value is looked for anew"
+            )
+            return
         self.best_score, self.wait_count = float(state["best_score"]), int(state["wait_count"])
+        self._judged = self._repeated = int(state.get("judged", -1))

@@ -119,10 +119,35 @@ class ParamSchedulerHook(Hook):
     """
 
     priority = "LOW"
+    _loop: Any = None
 
     def __init__(self) -> None:
         self._by_iter: list[Any] = []
         self._by_epoch: list[Any] = []
+        self._iter = self._epoch = 0  # those after which the schedulers have stepped
+        self._judged = -1  # the iteration of the validation that was judged last
+        self._repeated = -1  # that of the one that a resumed run may repeat
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the iteration of the validation that schedulers have stepped with, which a resumed run may repeat."""
+        return {"judged": self._judged} if self._judged >= 0 else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict``."""
+        self._judged = self._repeated = int(state["judged"])
+
+    @property
+    def due_steps(self) -> list[str]:
+        """The steps, "iter" and "epoch", that are still to come at the end of an update or epoch, where another hook may save before."""
+        if self._loop is None:
+            return []
+        done, loop = self._loop.state_dict(), self._loop
+        skipped = any(scheduler.optimizer.last_step.skipped for scheduler in self._by_iter)
+        due = {
+            "iter": done["iter"] > max(loop.iter, self._iter) and bool(self._by_iter) and not skipped,
+            "epoch": loop.by_epoch and done["epoch"] > max(loop.epoch, self._epoch) and bool(self._by_epoch),
+        }
+        return [unit for unit, is_due in due.items() if is_due]
 
     def check_metrics(self, runner: Run, names: Collection[str]) -> None:
         """Raise ConfigError if a scheduler monitors a metric that is missing."""
@@ -135,6 +160,7 @@ class ParamSchedulerHook(Hook):
         schedulers = [s for group in given.values() for s in group] if isinstance(given, Mapping) else list(given)
         self._by_iter = [scheduler for scheduler in schedulers if not scheduler.by_epoch]
         self._by_epoch = [scheduler for scheduler in schedulers if scheduler.by_epoch]
+        self._loop, self._iter, self._epoch = runner.train_loop, runner.iter, runner.epoch
         for scheduler in self._by_epoch:
             if (
                 scheduler.need_val_args
@@ -157,25 +183,30 @@ class ParamSchedulerHook(Hook):
         for scheduler in self._by_iter:
             if not scheduler.optimizer.last_step.skipped:
                 scheduler.step()
+        self._iter += 1
 
     def after_train_epoch(self, runner: Run) -> None:
         """Step the schedulers that count epochs."""
         for scheduler in self._by_epoch:
             scheduler.step()
+        self._epoch += 1
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
-        """Step the schedulers that depend on metrics, during training only."""
-        for scheduler in self._by_epoch:
-            if scheduler.need_val_args:
-                scheduler.step(metrics or {})
+        """Step the schedulers that depend on metrics, during training only, and once for a validation that is repeated after resuming."""
+        judging = [scheduler for scheduler in self._by_epoch if scheduler.need_val_args]
+        if not judging or runner.iter == self._repeated:
+            return
+        for scheduler in judging:
+            scheduler.step(metrics or {})
+        self._judged = runner.iter
 
     def after_train(self, runner: Run) -> None:
         """Leave training: a later validation must not step schedulers."""
-        self._by_iter, self._by_epoch = [], []
+        self._by_iter, self._by_epoch, self._loop = [], [], None
 
     def on_exception(self, runner: Run, exception: BaseException) -> None:
         """Leave training: a later validation must not step schedulers."""
-        self._by_iter, self._by_epoch = [], []
+        self._by_iter, self._by_epoch, self._loop = [], [], None
 
 
 # CheckReplicasHook: compares replicas of the model's tensors while training goes on.

@@ -152,7 +152,9 @@ def continue_epoch(
     if then.seed != runner.seed:
         runner.logger.info(f"The data order continues with the checkpoint's seed {then.seed}")
         runner.use_data_seed(then.seed)
-    now, data = data_facts(runner, loop), runner.train_loop.data
+    data = runner.train_loop.data
+    data.tell_samplers(loop["epoch"])
+    now = data_facts(runner, loop)
     changed = [key for key in (*_ORDER, *_BATCHES) if getattr(then, key) != getattr(now, key)]
     changed = [key for key in changed if key not in ("workers", "own_draws") or getattr(then, key) is not None]
     if then.sampler in _LOADERS and "sampler" in changed:

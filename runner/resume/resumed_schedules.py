@@ -109,6 +109,7 @@ def follow(runner: Run, name: str, first: GroupValues, position: Position, resum
         _check_metrics_alone(kinds, then, now, position)
         runner.logger.warning(
             f"{what}; what has been reduced so far stays, because {kinds[0]} depends on metrics of the past"
+            f"{', and the best value of another metric is looked for anew' if _judge_anew(then, now) else ''}"
         )
         return False
     if any(scheduler.has_begun for scheduler in group):
@@ -255,13 +256,23 @@ def _restore_initial(
                 set_value(own, name, value)
 
 
+def _judge_anew(then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The numbers of the schedules that compare another metric than before, or otherwise: its best value says nothing."""
+    pairs = enumerate(zip(then, now, strict=False))
+    return [i for i, (was, new) in pairs if any(was.get(key) != new.get(key) for key in ("monitor", "rule"))]
+
+
 SETTINGS = "schedules"
 """Key of a checkpoint: the settings of the parameter schedulers, by the optimizer's name."""
+DUE = "schedules_due"
+"""Key of a checkpoint that a hook has saved before the schedulers have stepped: the steps that are still to come."""
 
 
 def scheduler_states(runner: Run) -> dict[str, Any]:
-    """Return the checkpoint's entries of all schedulers: their states and their settings."""
+    """Return the checkpoint's entries of all schedulers: their states, their settings, and the steps that are due."""
+    due = [unit for hook in runner.hooks for unit in getattr(hook, "due_steps", ())]
     return {
+        **({DUE: due} if due else {}),
         "scheduler": {name: [s.state_dict() for s in group] for name, group in runner.schedulers.items()},
         SETTINGS: {name: [settings(s) for s in group] for name, group in runner.schedulers.items()},
     }
@@ -303,10 +314,14 @@ def load_schedulers(
                 f"{f' ({kinds})' if kinds else ''}, and was written by an older version, without their settings; resume all "
                 "of them or none"
             )
-        for scheduler, state in zip(group, states, strict=True):
-            scheduler.load_state_dict(state)
+        anew = _judge_anew(then.get(name, []), [settings(each) for each in group]) if then is not None else []
+        for number, (scheduler, state) in enumerate(zip(group, states, strict=True)):
+            scheduler.load_state_dict({**state, "best": None, "num_bad_epochs": 0} if number in anew else state)
             if not resumes_optimizer:
                 scheduler.set_values(state["values"], state["base_values"])
+    for scheduler in [each for group in runner.schedulers.values() for each in group]:
+        if ("epoch" if scheduler.by_epoch else "iter") in values.get(DUE, ()):
+            scheduler.step()
     if then is None and any(runner.schedulers.values()):
         runner.logger.info(
             "The checkpoint was written by an older version, without the settings of param_scheduler: schedules go on from its "

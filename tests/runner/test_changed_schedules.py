@@ -16,7 +16,7 @@ from flextrain.optim.schedulers import ParamScheduler, build_param_schedulers
 from flextrain.optim.schedulers.replay import GroupValues, adopt, changes, replay, settings
 from flextrain.runner.hooks import Hook
 
-from .training import Samples, SaveEvery, change_values, log_lines, make_runner, validation
+from .training import At, Samples, SaveEvery, change_values, log_lines, make_runner, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -233,6 +233,14 @@ def test_schedules_that_depend_on_metrics(tmp_path: Path) -> None:
         "param_scheduler.patience: was 0, is 3; what has been reduced so far stays, because ReduceOnPlateauLR depends on metrics "
         "of the past"
     ]
+    lines.clear()
+    other = dict(custom_hooks=[At("before_train", lambda runner: bests.append(runner.param_schedulers[0].best))])
+    bests: list[Any] = []
+    values_of(tmp_path / "other", PLATEAU | dict(rule="less"), path, warnings=lines, **val, **other)
+    values_of(tmp_path / "same", PLATEAU, path, **val, **other)
+    assert bests[0] is None
+    assert isinstance(bests[1], float)
+    assert lines[0].endswith("of the past, and the best value of another metric is looked for anew")
     with pytest.raises(
         CheckpointError, match=r"has the schedules ReduceOnPlateauLR\(.*are not known, because .*False\) leaves"
     ):

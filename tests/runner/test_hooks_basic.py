@@ -259,6 +259,7 @@ def stops_after(hook: EarlyStoppingHook, runner: Any, scores: list[float]) -> in
     runner.train_loop.stop_training = False
     hook.before_train(runner)
     for i, score in enumerate(scores, 1):
+        runner.iter += 1
         hook.after_val_epoch(runner, {hook.monitor: score})
         if runner.train_loop.stop_training:
             return i
@@ -298,6 +299,21 @@ def test_patience_goes_on_where_a_resumed_run_had_stopped_counting(runner: Any) 
     after = EarlyStoppingHook("accuracy", patience=3)
     after.load_state_dict(before.state_dict())
     assert stops_after(after, runner, [0.9]) == 1
+
+
+def test_the_best_value_of_another_metric_says_nothing(runner: Any) -> None:
+    before = EarlyStoppingHook("accuracy", patience=2)
+    assert stops_after(before, runner, [92.0, 91.0]) is None
+    after = EarlyStoppingHook("mIoU", patience=2)
+    after.load_state_dict(before.state_dict())
+    assert stops_after(after, runner, [40.0, 41.0, 42.0]) is None
+    assert (
+        "the checkpoint has the best of accuracy (greater), and now mIoU (greater) is monitored"
+        in runner.log_file.read_text()
+    )
+    again = EarlyStoppingHook("accuracy", patience=2)
+    again.load_state_dict({"best_score": 92.0, "wait_count": 1})  # of an older version
+    assert stops_after(again, runner, [91.0]) == 1
 
 
 def test_a_threshold_that_was_passed_stops_a_resumed_run_too(runner: Any) -> None:

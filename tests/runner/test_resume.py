@@ -71,6 +71,61 @@ class OwnDice(Dice):
             yield int(drawn / 4 * self.length)
 
 
+class InPlace(Dice):
+    """Shuffles its own list again in every pass, so that an order follows from the one before."""
+
+    def __init__(self, dataset: Samples) -> None:
+        super().__init__(dataset)
+        self.indices = list(range(self.length))
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.indices)
+        return iter(self.indices)
+
+
+class CountsPasses(Dice):
+    """Knows the pass from its own count; one that is told the epoch too does not use it."""
+
+    passes = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(torch.randperm(self.length, generator=torch.Generator().manual_seed(self.passes)).tolist())
+
+
+class Grows(Dice):
+    """Has more samples in later epochs."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+    def __len__(self) -> int:
+        return self.length - 8 + 4 * self.epoch
+
+
+class Buckets(Sampler[list[int]]):
+    """Batches from lists in a list, which it shuffles in place."""
+
+    def __init__(self) -> None:
+        self.buckets = [list(range(13)), list(range(13, 26))]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for bucket in self.buckets:
+            np.random.shuffle(bucket)
+            yield from (bucket[:3], bucket[3:8], bucket[8:])
+
+    def __len__(self) -> int:
+        return 6
+
+
 class Chosen(DefaultSampler):
     """Some of what flextrain's own gives, in another order: where it begins says nothing about where this does."""
 
@@ -212,6 +267,12 @@ CASES: dict[str, Changes] = {
     "loader-custom-sampler": loader(Dice),
     "loader-sampler-with-generators": loader(OwnDice),
     "loader-weighted-sampler": loader(weighted),
+    "loader-sampler-that-shuffles-in-place": loader(InPlace),
+    "loader-sampler-that-counts-passes": with_(loader(CountsPasses), train_cfg=ITERATIONS),
+    "loader-sampler-that-grows": loader(Grows),
+    "batches-shuffled-in-place": lambda folder: dict(train_dataloader=DataLoader(
+        Samples(26, folder / "read"), batch_sampler=Buckets()
+    )),
     "iterations-custom-sampler": with_(loader(Dice), train_cfg=ITERATIONS),
     "batch-sampler": data(batch_sampler=dict(type=Backwards)),
     "stream": stream,
@@ -318,6 +379,36 @@ def test_no_validation_is_left_out_or_repeated(tmp_path: Path, saved_after: int 
     look = At("before_val", lambda runner: seen.append(runner.epoch))
     run(tmp_path / "rest", with_(**validation()), look, resume=str(path))
     assert seen == left
+
+
+@pytest.mark.parametrize("priority", ["NORMAL", "LOWEST"])
+@pytest.mark.parametrize(
+    "point, at",
+    [("after_train_iter", 9), ("after_train_iter", 14), ("after_train_epoch", 2), ("after_val_epoch", 2), ("after_val", 2)],
+)  # fmt: skip
+def test_a_hook_may_save_before_schedules_have_stepped(tmp_path: Path, point: str, at: int, priority: str) -> None:
+    """A hook of the user's has the priority NORMAL, and so comes before the one that steps schedules."""
+    plateau = dict(type="ReduceOnPlateauLR", monitor="accuracy", rule="greater", patience=1, factor=0.5)
+    stopping = dict(type="EarlyStoppingHook", monitor="accuracy", min_delta=0.0, patience=2)
+    schedules = [plateau] if "val" in point else [*SCHEDULES, dict(type="MultiStepLR", milestones=[2], gamma=0.1)]
+    optim = dict(optimizer=dict(weight_decay=0.1, **SGD))
+    loop = dict(max_epochs=4)
+    changes = with_(
+        **validation(), optim_wrapper=optim, param_scheduler=schedules, train_cfg=loop, custom_hooks=[stopping]
+    )
+    calls = list[int]()
+
+    def save(runner: FlexibleRunner, *_: Any, **__: Any) -> None:
+        calls.append(runner.iter)
+        if len(calls) == at:
+            runner.save_checkpoint(runner.work_dir, "saved")
+
+    whole, runner = run(tmp_path / "whole", changes, At(point, save, priority))
+    done = at if point == "after_train_iter" else 14
+    rest, resumed = run(tmp_path / "rest", changes, resume=str(tmp_path / "whole" / "saved"))
+    assert (rest.trained, rest.rates) == (whole.trained[done:], whole.rates[done:])
+    assert not differences(whole_state(resumed), whole_state(runner))
+    assert resumed.iter == runner.iter
 
 
 def test_resume_of_a_finished_run_does_nothing_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -354,6 +354,29 @@ def test_workers_have_the_user_s_dataset_and_the_epoch(persistent: bool) -> None
     assert isinstance(source.loader.dataset, Curious)
 
 
+class Switched(Noisy):
+    """Says which pipeline it has."""
+
+    pipeline = "mosaic"
+
+    def __getitem__(self, index: int) -> Row:
+        return (self.pipeline,)
+
+
+@pytest.mark.processes
+def test_kept_workers_begin_anew_where_a_hook_has_changed_the_data() -> None:
+    """As PipelineSwitchHook and YOLOXModeSwitchHook of mmdetection do it before an epoch."""
+    source = data(Switched(), num_workers=1, persistent_workers=True)
+    loader = source.loader
+    assert {row[0] for row in rows(source, 0)} == {"mosaic"}
+    loader.dataset.pipeline = "plain"
+    vars(loader).update(_DataLoader__initialized=False, _iterator=None)
+    assert {row[0] for row in rows(source, 1)} == {"plain"}
+    vars(loader).update(_DataLoader__initialized=True)
+    assert {row[0] for row in rows(source, 2)} == {"plain"}
+    source.close()
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
 def test_workers_that_seed_themselves(method: str) -> None:
