@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -83,11 +83,19 @@ def average(parameters: list[Tensor], data: DataShard) -> None:
     """
     # A parameter that no process used must not get a gradient, or weight decay would change it. The flags are on the
     # CPU, so that no device waits.
-    if data.count == 1:
-        return
+    if data.count > 1:
+        average_used(parameters, most([p.grad is not None for p in parameters], data), data)
+
+
+def most(flags: Sequence[bool], data: DataShard) -> list[int]:
+    """Return the flags with 1 where one of the processes has True, and 0 elsewhere; a collective."""
     with with_values():
-        flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device="cpu")
-        used = all_reduce(flags, "max", data.group).tolist()
+        own = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        return all_reduce(own, "max", data.group).tolist()  # type: ignore[no-any-return]
+
+
+def average_used(parameters: list[Tensor], used: Sequence[int], data: DataShard) -> None:
+    """See ``average``; ``used`` says which of the parameters a process has used."""
     for parameter, is_used in zip(parameters, used, strict=True):
         if is_used and parameter.grad is None:
             parameter.grad = parameter.new_zeros(parameter.shape)

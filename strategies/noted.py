@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..core.base.errors import StrategyError
 from ..core.checkpoint.replicas import FrozenPrints
@@ -27,6 +28,7 @@ from ..core.torch_compat.torch_private import (
     gradient_hooks,
     gradient_state,
     replace_tensor,
+    storage_key,
     tables_of,
     tensors_of,
     users_gradient_hooks,
@@ -301,7 +303,8 @@ class Arranged:
 class AsAtSetup:
     """The parameters when training was set up, and a check before every update that it will not miss what changed since.
 
-    The check compares lists in C, without a call of Python for a module or a parameter, until something has changed.
+    The check compares lists in C, without a call of Python for a module or a parameter, until something has changed. Whether somebody has
+    assigned to ``.data`` of a DTensor, which keeps its values then, is asked ever more seldom: before updates 1, 2, 4, 8 and so on.
 
     Args:
         module: returns the user's model, as it is between updates.
@@ -316,11 +319,17 @@ class AsAtSetup:
         self._at_setup = [(name, p, p.requires_grad, gradient_hooks(p)) for name, p in self._named]
         known = {id(p) for group in optim.param_groups for p in group["params"]} | self._trained
         self._watched = [p for _, p in self._named if arranged != Arranged() or id(p) not in known]
+        self._memory = [(name, p, storage_key(p)) for name, p in self._named if isinstance(p, DTensor)]
+        self._checks = 0
         self._note_tables()
         self._note_states()
 
     def check(self) -> None:
         """Raise StrategyError if something has changed."""
+        if self._memory:
+            self._checks += 1
+            if self._checks & (self._checks - 1) == 0:
+                self._check_assigned()
         # dict's own method, because DeepSpeed's subclass looks at every value.
         held = [*chain.from_iterable(map(dict.values, self._tables))]
         if len(held) != len(self._held) or not all(map(is_, held, self._held)):
@@ -329,6 +338,14 @@ class AsAtSetup:
             [*map(gradient_state, self._watched)] != self._states or [*map(len, self._hooks)] != self._hook_counts
         ):
             self._check_states()
+
+    def _check_assigned(self) -> None:
+        for name, parameter, key in self._memory:
+            if storage_key(parameter) != key:
+                raise StrategyError(
+                    f"model.{name}: something has assigned to its .data, which changes nothing in a parameter that processes share (a DTensor); "
+                    "write into it instead, as parameter.data.copy_(values) does"
+                )
 
     def _check_parameters(self) -> None:
         now = dict(self._module().named_parameters())

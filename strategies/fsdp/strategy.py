@@ -26,6 +26,7 @@ from ...core.comm import collectives as dist
 from ...core.comm.collectives import share_weights
 from ...core.comm.topology import DataShard
 from ...core.device.precision import PrecisionReport
+from ...core.model.base_model import calls_itself
 from ...core.torch_compat.dtensor_private import (
     chunks_on_demand,
     fill_gradients,
@@ -47,6 +48,7 @@ from ..added_parameters import refuse_added
 from ..base import NOTHING, EvalStep, Optim, Strategy, kept_gradients
 from ..config import ANY_DEVICE, Needs
 from ..gathering_order import Together, UnitOrder, message_group
+from ..gradient_hooks import OwnMeans
 from ..lost_writes import Replaced, watch_forward
 from ..noted import Arranged, is_subclass
 from ..parts import choices, construct, explain, prepare_whole
@@ -330,7 +332,10 @@ class FSDPStrategy(Strategy):
                 wrapper.register_step_pre_hook(lambda _, weights=self._float8: weights.forget())  # type: ignore[misc]
             if own := [p for p in updated if p in self._whole]:
                 data = self._averaged_over()
-                wrapper.register_step_pre_hook(lambda _, scalars=own, data=data: average(scalars, data))  # type: ignore[misc]
+                if data.count > 1 and calls_itself(self.module):
+                    self._gradient_hooks.append(OwnMeans(wrapper, lambda own=own: own, data))  # type: ignore[misc]
+                else:
+                    wrapper.register_step_pre_hook(lambda _, scalars=own, data=data: average(scalars, data))  # type: ignore[misc]
             # What stays gathered would have the weights of before the update, in every forward until it is freed; what no
             # optimizer has would stay so for good. Backward may still come to what only others have.
             known, elsewhere = {*updated}, {p for other in own_of if other is not updated for p in other}

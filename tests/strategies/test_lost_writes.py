@@ -182,3 +182,26 @@ def bounded(kind: str) -> str:
 def test_a_table_that_keeps_its_norms(workers2: WorkerGroup, kind: str) -> None:
     found = workers2.run(bounded, kind)
     assert [text.partition(", by")[0] for text in found] == ["model.table: has max_norm=1000.0"] * 2
+
+
+def restoring() -> str:
+    """In a worker: what is raised where something puts values back that it has kept, as optimizers for sharpness do."""
+    strategy = FSDPStrategy(device="cpu")
+    strategy.join()
+    model, optim = strategy.setup(Follows(""), OptimWrapper(dict(type="SGD", lr=0.1)))
+    table = strategy.module.table.weight
+    kept = table.data.clone()
+    try:
+        train(
+            strategy, model, optim, [[dict(x=torch.arange(6))]] * 2, after_update=lambda: setattr(table, "data", kept)
+        )  # type: ignore[arg-type]
+    except StrategyError as error:
+        return str(error)
+    finally:
+        strategy.leave()
+    return "nothing"
+
+
+def test_an_assignment_to_data_that_changes_no_shard(workers1: WorkerGroup) -> None:
+    (found,) = workers1.run(restoring)
+    assert found.startswith("model.table.weight: something has assigned to its .data, which changes nothing")
