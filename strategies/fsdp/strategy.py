@@ -729,6 +729,11 @@ def _(strategy: FSDPStrategy, error: BaseException) -> str | None:
             "a module writes into a tensor of which processes have shards, as torch.nn.utils.spectral_norm does; compute out "
             "of place, as torch.nn.utils.parametrizations.spectral_norm does"
         )
+    if "FSDP does not support deepcopy" in str(error) or "cannot pickle 'torch._C._distributed_c10d" in str(error):
+        return (
+            "a sharded model cannot be copied (copy.deepcopy, torch's AveragedModel): EMAHook keeps averages for validation, and a copy that "
+            "trains with the model is made in its __init__"
+        )
     return None
 
 

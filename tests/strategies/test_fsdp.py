@@ -791,6 +791,22 @@ def test_parameters_outside_of_forward_are_explained() -> None:
     assert explain(FSDPStrategy(), RuntimeError("out of memory")) is None
 
 
+def copied() -> str:
+    """In a worker: what is said of a copy of the model, as torch's AveragedModel makes one."""
+    strategy, model, _ = prepared()
+    try:
+        torch.optim.swa_utils.AveragedModel(model)
+    except AssertionError as error:
+        return str(explain(strategy, error))
+    finally:
+        strategy.leave()
+    return "nothing was raised"
+
+
+def test_copies_of_the_model_are_explained(workers1: WorkerGroup) -> None:
+    assert workers1.run(copied)[0].startswith("a sharded model cannot be copied (copy.deepcopy, torch's AveragedModel)")
+
+
 def test_a_parameter_that_no_part_holds_is_refused(workers1: WorkerGroup) -> None:
     assert workers1.run(refused_two)[0].startswith("model.scale: belongs to WithOwnParameter itself")
 
@@ -1082,7 +1098,11 @@ def setup_fails(case: str) -> str:
             "no initialisation",
             "strategy.skip_init_weights: has no effect on a model that is given as an instance, give dict",
         ),
-        ("two dtypes", "model: Net has parameters of torch.float32, torch.float64, FSDP needs one dtype"),
+        (
+            "two dtypes",
+            "model: Net has parameters of torch.float32, torch.float64, as embed.weight and position, FSDP needs one dtype; cast them "
+            "before the runner is made, or choose DDPStrategy",
+        ),
         ("optimizer of matrices", "optim_wrapper.optimizer: Adafactor cannot update sharded parameters"),
         ("built optimizer", "optim_wrapper.optimizer: holds parameters that are not the model's"),
     ],
