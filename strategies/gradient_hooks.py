@@ -153,7 +153,9 @@ class OwnMeans(_AroundBackward):
         self._is_ready = False  # for the optimizer's step
         self.register(optim)
         optim.register_step_pre_hook(self._prepare)
-        if tells_steps(optim.optimizer):  # a train_step may call it past the wrapper
+        if (
+            tells_steps(optim.optimizer) and not optim.adapter.steps_in_parts
+        ):  # a train_step may call it past the wrapper
             self._handles.append(optim.optimizer.register_step_pre_hook(self._before_step))
 
     def _begin(self, loss: Tensor) -> None:
