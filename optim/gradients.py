@@ -91,7 +91,7 @@ def most(flags: Sequence[bool], data: DataShard) -> list[int]:
     """Return the flags with 1 where one of the processes has True, and 0 elsewhere; a collective."""
     with with_values():
         own = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-        return all_reduce(own, "max", data.group).tolist()  # type: ignore[no-any-return]
+        return all_reduce(own, "max", data.group).tolist()
 
 
 def average_used(parameters: list[Tensor], used: Sequence[int], data: DataShard) -> None:
