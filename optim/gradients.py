@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -76,25 +76,26 @@ def require_finite(total: Tensor, norm_type: float) -> None:
         )
 
 
-def average(parameters: list[Tensor], data: DataShard, is_new: bool = True) -> None:
+def average(parameters: list[Tensor], data: DataShard) -> None:
     """Replace the gradients of replicated parameters by their means over the shards of the data.
 
     The gradient of a parameter that a process did not use counts as zero there, as under DistributedDataParallel.
-
-    Args:
-        parameters: the same on all processes.
-        data: the processes.
-        is_new: whether this process has gradients that are no means yet; nothing is done if no process has.
     """
     # A parameter that no process used must not get a gradient, or weight decay would change it. The flags are on the
     # CPU, so that no device waits.
-    if data.count == 1:
-        return
+    if data.count > 1:
+        average_used(parameters, most([p.grad is not None for p in parameters], data), data)
+
+
+def most(flags: Sequence[bool], data: DataShard) -> list[int]:
+    """Return the flags with 1 where one of the processes has True, and 0 elsewhere; a collective."""
     with with_values():
-        flags = torch.tensor([is_new, *(p.grad is not None for p in parameters)], dtype=torch.uint8, device="cpu")
-        is_new, *used = all_reduce(flags, "max", data.group).tolist()
-    if not is_new:
-        return
+        own = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        return all_reduce(own, "max", data.group).tolist()
+
+
+def average_used(parameters: list[Tensor], used: Sequence[int], data: DataShard) -> None:
+    """See ``average``; ``used`` says which of the parameters a process has used."""
     for parameter, is_used in zip(parameters, used, strict=True):
         if is_used and parameter.grad is None:
             parameter.grad = parameter.new_zeros(parameter.shape)

@@ -169,6 +169,8 @@ class OptimWrapper:
     _left: int | None = None  # micro-batches from the window's first on; None: no end is known
     _is_prepared = False  # the hooks of this update were called
     _driven = False  # a training loop announces every micro-batch
+    _calls = 0  # of update_params since the last window of several micro-batches
+    _has_told = False
     _adapter: OptimizerAdapter | None = None
     _roles: Roles | None = None
     _autocast: Callable[[], AbstractContextManager[None]] | None = None
@@ -418,6 +420,7 @@ class OptimWrapper:
         Outside a training loop it counts the micro-batches itself. The training loop calls this method if a subclass
         overrides it or a method that it calls; otherwise the loop calls ``backward`` and ``step``.
         """
+        self._calls += 1
         self.is_updating = not overridden(self, "backward", "step")
         try:
             self.backward(self.scale_loss(loss))
@@ -427,6 +430,19 @@ class OptimWrapper:
             self.finish()
         if not self._driven:
             self._count()
+
+    def end_window(self) -> None:
+        """Warn if the model's ``train_step`` has called ``update_params`` for some micro-batches of the window, and not for others."""
+        calls, self._calls = self._calls, 0
+        if calls % self._size == 0 or self._has_told or overridden(self, "should_update"):
+            return
+        self._has_told = True
+        made = "and the update was made" if self.has_stepped else "and no update was made, the gradients wait for one"
+        _logger.warning(
+            f"{self.where}: train_step called update_params {calls} times in the {self._size} micro-batches of an update, {made}; each loss is "
+            "divided by their number, and the last one updates. Call it in all micro-batches of an update or in none: let what decides "
+            "about it change when should_update() is true"
+        )
 
     def _count(self) -> None:
         """Go on to the next micro-batch, when no training loop announces it."""

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, ClassVar, Literal, cast
 
 import pydantic
@@ -24,7 +25,7 @@ from ..optim.wrapper import OptimWrapper
 from .added_parameters import refuse_added
 from .base import NOTHING, Optim, Strategy
 from .config import ANY_DEVICE, Needs, StrategyConfig
-from .gradient_hooks import AveragedGradients
+from .gradient_hooks import OwnMeans
 from .noted import Arranged
 from .parts import explain, keep_own_buffers
 from .sharding import check_dense, check_no_max_norm, check_not_quantised
@@ -161,7 +162,8 @@ class DDPStrategy(Strategy):
     """Data parallelism with torch's DistributedDataParallel; one process without launcher has world size 1.
 
     A model that defines its own ``train_step`` (or ``_run_forward``) calls itself, past any wrapper. Its gradients are
-    averaged at each update instead, in buckets, with the same result.
+    averaged at each update instead, in buckets, with the same result; and after each backward that ``train_step`` asks for
+    apart from an update, as ``optim_wrapper.backward(loss)``.
 
     Source: https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
@@ -246,7 +248,7 @@ class DDPStrategy(Strategy):
         if self.topology.data.count > 1 and optim is not None:
             for wrapper in optim.wrappers.values():
                 if calls_itself(self.module):  # averages whatever the optimizer has
-                    self._gradient_hooks.append(AveragedGradients(wrapper, self.topology.data))
+                    self._gradient_hooks.append(OwnMeans(wrapper, partial(_trained, wrapper), self.topology.data))
                 else:
                     refuse_added(wrapper, self.module)
         return called, optim
@@ -327,6 +329,10 @@ def _(strategy: DDPStrategy, error: BaseException) -> str | None:
             "strategy.static_graph=True"
         )
     return explain.dispatch(Strategy)(strategy, error)
+
+
+def _trained(optim: OptimWrapper) -> list[Tensor]:
+    return [parameter for group in optim.param_groups for parameter in group["params"]]
 
 
 def _in_memory_of_its_own(gradient: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -19,9 +19,10 @@ from ..core.torch_compat.torch_private import (
     call_first,
     postpone_gradient_hooks,
     resume_gradient_hooks,
+    tells_steps,
     version_of,
 )
-from ..optim.gradients import average
+from ..optim.gradients import average, average_used, most
 from ..optim.wrapper import OptimWrapper
 
 PATIENCE_S = 60.0
@@ -58,45 +59,6 @@ class _AroundBackward:
 
     def _end(self) -> None:
         raise NotImplementedError
-
-
-class AveragedGradients(_AroundBackward):
-    """Averages what an optimizer has: before its updates, and after a ``backward`` that the model calls by itself.
-
-    The model's ``train_step`` may look at the gradients, or change them, before it calls ``step``.
-
-    Args:
-        optim: has been built.
-        data: the processes that average gradients.
-        only: some of the optimizer's parameters; None: all that it has.
-    """
-
-    def __init__(self, optim: OptimWrapper, data: DataShard, only: list[Tensor] | None = None) -> None:
-        super().__init__()
-        self._optim, self._data, self._only = optim, data, only
-        self._means: list[tuple[Tensor | None, int]] = []
-        self.register(optim)
-        optim.register_step_pre_hook(lambda _: self._average())
-
-    def _end(self) -> None:
-        if self._optim.should_sync() and not self._optim.is_updating:
-            self._average()
-            self._means = self._gradients()
-
-    @torch.no_grad()
-    def _average(self) -> None:
-        pairs = zip_longest(self._gradients(), self._means, fillvalue=(None, -1))
-        is_new = any(now is not mean or version != then for (now, version), (mean, then) in pairs)
-        self._means = []
-        average(self._parameters(), self._data, is_new)
-
-    def _parameters(self) -> list[Tensor]:
-        return self._only or [parameter for group in self._optim.param_groups for parameter in group["params"]]
-
-    def _gradients(self) -> list[tuple[Tensor | None, int]]:
-        """The gradients, and how often each was changed."""
-        found = [parameter.grad for parameter in self._parameters()]
-        return [(gradient, 0 if gradient is None else version_of(gradient)) for gradient in found]
 
 
 class HooksAfterBackward(_AroundBackward):
@@ -170,6 +132,67 @@ class HooksAfterBackward(_AroundBackward):
             parameter.grad = gradient if earlier is None else earlier + gradient
             for hook in after():
                 hook(parameter)
+
+
+class OwnMeans(_AroundBackward):
+    """Averages the gradients of an optimizer that no engine averages, because the model calls itself in its ``train_step``.
+
+    It does so at an update, and after each backward that ``train_step`` asks for apart from one: it may clip the gradients, or move
+    the weights by them and ask for others, as SAM does. A process at its update joins those that have further backwards.
+
+    Args:
+        optim: the optimizer's wrapper.
+        parameters: returns those whose gradients are averaged.
+        data: the processes that average them.
+    """
+
+    def __init__(self, optim: OptimWrapper, parameters: Callable[[], list[Tensor]], data: DataShard) -> None:
+        super().__init__()
+        self._optim, self._parameters, self._data = optim, parameters, data
+        self._means: list[tuple[Callable[[], Tensor | None], int]] = []
+        self._is_ready = False  # for the optimizer's step
+        self.register(optim)
+        optim.register_step_pre_hook(self._prepare)
+        if (
+            tells_steps(optim.optimizer) and not optim.adapter.steps_in_parts
+        ):  # a train_step may call it past the wrapper
+            self._handles.append(optim.optimizer.register_step_pre_hook(self._before_step))
+
+    def _begin(self, loss: Tensor) -> None:
+        self._is_ready = False
+        if self._optim.should_sync() and not self._optim.is_updating:
+            super()._begin(loss)
+
+    def _end(self) -> None:
+        self._average(is_at_update=False)
+
+    def _prepare(self, optim: OptimWrapper) -> None:
+        self._average(is_at_update=True)
+        self._is_ready = True
+
+    def _before_step(self, *_: Any) -> None:
+        if not self._is_ready:
+            self._average(is_at_update=True)
+        self._is_ready = False
+
+    def _average(self, *, is_at_update: bool) -> None:
+        is_over, parameters = False, self._parameters()
+        while not is_over:
+            own = [p.grad for p in parameters]
+            flags = [not is_at_update, self._have_changed(own), *(grad is not None for grad in own)]
+            others_go_on, has_changed, *used = most(flags, self._data)
+            if has_changed:
+                average_used(parameters, used, self._data)
+                found = (p.grad for p in parameters)
+                self._means = [(weakref.ref(grad), version_of(grad)) for grad in found if grad is not None]
+            is_over = not (is_at_update and others_go_on)
+
+    def _have_changed(self, own: Sequence[Tensor | None]) -> bool:
+        found = [(grad, version_of(grad)) for grad in own if grad is not None]
+        return len(found) != len(self._means) or any(
+            grad is not mean() or version != before
+            for (grad, version), (mean, before) in zip(found, self._means, strict=True)
+        )
 
 
 class HooksInOrder(_AroundBackward):

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count, islice, repeat
 from typing import Any, NamedTuple
 from weakref import ref
@@ -31,6 +32,7 @@ from .samplers import (
     follows_span,
     held,
     seed_own_generators,
+    takes_epoch,
     tell_epoch,
 )
 from .streams.divided_streams import original
@@ -90,7 +92,7 @@ def _is_ours(one: Any) -> bool:
 
 def _changed(before: dict[str, Any], now: dict[str, Any], epoch: int) -> list[str]:
     """The names of what has changed, but for what ``set_epoch`` changes, which workers that are kept are told."""
-    found, twins, told_of = [], dict[str, dict[str, Any]](), set[str]()
+    found, equivalents, told_of = [], dict[str, dict[str, Any]](), set[str]()
     for name in {**before, **now}:
         one, other = before.get(name, _END), now.get(name, _END)
         inside = name.removeprefix("len(").rstrip(")")
@@ -99,13 +101,15 @@ def _changed(before: dict[str, Any], now: dict[str, Any], epoch: int) -> list[st
         ):
             continue
         path, _, key = name.rpartition(".")
-        if hasattr(now.get(path), "set_epoch"):
-            if path not in twins:
-                twin = copy.copy(now[path])
-                vars(twin).update((key, before[f"{path}.{key}"]) for key in vars(twin) if f"{path}.{key}" in before)
-                twin.set_epoch(epoch)
-                twins[path] = vars(twin)
-            if key in twins[path] and not _is_same(twins[path][key], one):
+        if takes_epoch(now.get(path)):
+            if path not in equivalents:
+                equivalent = copy.copy(now[path])
+                vars(equivalent).update(
+                    (key, before[f"{path}.{key}"]) for key in vars(equivalent) if f"{path}.{key}" in before
+                )
+                tell_epoch(equivalent, epoch)
+                equivalents[path] = vars(equivalent)
+            if key in equivalents[path] and not _is_same(equivalents[path][key], one):
                 told_of.add(name)
                 continue
         found.append(name)
@@ -152,9 +156,6 @@ class Feed:
         """True if the sampler follows no positions."""
         if own_batches or self.has_own_order:
             self.repeatable = Repeatable(loader.sampler if batches is None else batches)
-        self._own_samplers = [
-            part for part in chain_of(self.sampler if batches is None else batches) if _is_users(part)
-        ]
         self._turns = _Turns()
         self._dataset = SeededDataset(loader.dataset, loader.collate_fn, in_batches=batches is not None)
         self._read = resampled(
@@ -166,6 +167,12 @@ class Feed:
             collate_fn=as_read,
             worker_init_fn=WorkerInit(loader.worker_init_fn) if loader.num_workers else None,
         )
+
+    @cached_property
+    def _own_samplers(self) -> list[Any]:
+        """Samplers of the user's, which may change from pass to pass."""
+        batches = self.loader.batch_sampler
+        return [part for part in chain_of(self.sampler if batches is None else batches) if _is_users(part)]
 
     @property
     def by_position(self) -> bool:
@@ -184,14 +191,15 @@ class Feed:
             stop: position to end before, in the same unit; None: the end of the epoch.
             diff_shard_seed: draw the order of samplers that are not flextrain's from another seed in every data shard.
         """
-        order = self._order_seed(seed, epoch, diff_shard_seed)
-        own_seed = order_seed(seed, epoch) + (0 if self.is_stream and self._is_divided else self.shard[0])  # one order
-        generator: Any = self._read.generator  # draws the workers' seeds
-        generator.manual_seed(own_seed)
+        order = order_seed(seed, epoch)
+        own_seed = order + (0 if self.is_stream and self._is_divided else self.shard[0])  # which needs one order
+        if diff_shard_seed and not self._is_divided:
+            order = own_seed
+        self._read.generator.manual_seed(own_seed)  # draws the workers' seeds
         if self.is_stream:
             return self._part_of_stream(order, own_seed, epoch, start, stop)
         # A generator inside a dataset starts from its worker's seed, which must differ when an epoch is continued.
-        generator.manual_seed(nth_seed(own_seed, start) >> 1)
+        self._read.generator.manual_seed(nth_seed(own_seed, start) >> 1)
         vars(self._dataset).update(epoch=epoch, dataset=self.loader.dataset, collate=self.loader.collate_fn)
         if self.repeatable is not None:
             self.repeatable.position(order, start, stop)
@@ -213,20 +221,17 @@ class Feed:
         """
         if self.repeatable is None or any(_BEGUN.get(id(part), _nothing)() is part for part in self._own_samplers):
             return False
+        apart = self.shard[0] if diff_shard_seed and not self._is_divided else 0
         for epoch in range(epochs if self._own_samplers else 0):
             for part in self._own_samplers:
                 tell_epoch(part, epoch)
             before = [held(vars(part)) for part in self._own_samplers]
-            self.repeatable.position(self._order_seed(seed, epoch, diff_shard_seed), 0, None)
+            self.repeatable.position(order_seed(seed, epoch) + apart, 0, None)
             for _ in self.repeatable:
                 heartbeat()
             if not epoch and before == [held(vars(part)) for part in self._own_samplers]:
                 return False
         return bool(self._own_samplers)
-
-    def _order_seed(self, seed: int, epoch: int, diff_shard_seed: bool) -> int:
-        apart = diff_shard_seed and not self._is_divided
-        return order_seed(seed, epoch) + (self.shard[0] if apart else 0)
 
     def close(self) -> None:
         """End workers that would be kept for the next epoch."""

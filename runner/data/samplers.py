@@ -30,6 +30,11 @@ HOLDERS = (Subset, ConcatDataset, StackDataset, ChainDataset)
 """Torch's datasets that hold others."""
 
 
+def takes_epoch(part: Any) -> bool:
+    """Whether a dataset, a sampler or a loader is told the epoch."""
+    return hasattr(part, "set_epoch")
+
+
 def tell_epoch(part: Any, epoch: int) -> None:
     """Call ``set_epoch`` of a dataset, a sampler or a loader, if it has one; datasets of torch that hold others have none."""
     if (set_epoch := getattr(part, "set_epoch", None)) is not None:
@@ -62,7 +67,7 @@ def tell_loader_epoch(loader: Any, epoch: int) -> None:
 
 def warn_of_passes(parts: Iterable[Any], name: str, passes: int) -> None:
     """Warn if none of ``parts`` is told the epoch, in a process that has not read their ``passes`` former passes."""
-    if not any(hasattr(part, "set_epoch") for part in parts):
+    if not any(map(takes_epoch, parts)):
         logging.getLogger("flextrain").warning(
             f"train_dataloader: {name} has no set_epoch, so it does not know that {counted(passes, 'pass', 'passes')} came before; "
             "if its passes differ, and it counts them itself, samples are lost or come twice: give it set_epoch(epoch), or a state_dict"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...core.base.errors import ConfigError
@@ -120,13 +120,11 @@ class ParamSchedulerHook(Hook):
 
     priority = "LOW"
     _loop: Any = None
-
-    def __init__(self) -> None:
-        self._by_iter: list[Any] = []
-        self._by_epoch: list[Any] = []
-        self._iter = self._epoch = 0  # those after which the schedulers have stepped
-        self._judged = -1  # the iteration of the validation that was judged last
-        self._repeated = -1  # that of the one that a resumed run may repeat
+    _by_iter: Sequence[Any] = ()
+    _by_epoch: Sequence[Any] = ()
+    _iter = _epoch = 0  # those after which the schedulers have stepped
+    _judged = -1  # the iteration of the validation that was judged last
+    _repeated = -1  # that of the one that a resumed run may repeat
 
     def state_dict(self) -> dict[str, Any]:
         """Return the iteration of the validation that schedulers have stepped with, which a resumed run may repeat."""
@@ -161,6 +159,10 @@ class ParamSchedulerHook(Hook):
         self._by_iter = [scheduler for scheduler in schedulers if not scheduler.by_epoch]
         self._by_epoch = [scheduler for scheduler in schedulers if scheduler.by_epoch]
         self._loop, self._iter, self._epoch = runner.train_loop, runner.iter, runner.epoch
+        if self._by_epoch:
+            self._warn_of_rules(runner)
+
+    def _warn_of_rules(self, runner: Run) -> None:
         for scheduler in self._by_epoch:
             if (
                 scheduler.need_val_args
@@ -202,11 +204,11 @@ class ParamSchedulerHook(Hook):
 
     def after_train(self, runner: Run) -> None:
         """Leave training: a later validation must not step schedulers."""
-        self._by_iter, self._by_epoch, self._loop = [], [], None
+        self._by_iter, self._by_epoch, self._loop = (), (), None
 
     def on_exception(self, runner: Run, exception: BaseException) -> None:
         """Leave training: a later validation must not step schedulers."""
-        self._by_iter, self._by_epoch, self._loop = [], [], None
+        self._by_iter, self._by_epoch, self._loop = (), (), None
 
 
 # CheckReplicasHook: compares replicas of the model's tensors while training goes on.

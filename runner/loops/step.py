@@ -440,7 +440,11 @@ class Stepper:
             )
 
     def _custom_step(self, batch: Any, index: int) -> dict[str, Tensor]:
-        return self._call_train_step(batch, self.optim)
+        logs = self._call_train_step(batch, self.optim)
+        if 0 < index == len(self.shares) - 1:
+            for wrapper in self.optim.wrappers.values():  # type: ignore[union-attr]
+                wrapper.end_window()
+        return logs
 
     def _call_train_step(self, batch: Any, optim: Any) -> dict[str, Tensor]:
         logs = self._train_step(batch if self.has_preprocessor else self._to_device(batch, True), optim)

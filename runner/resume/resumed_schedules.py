@@ -270,7 +270,8 @@ DUE = "schedules_due"
 
 def scheduler_states(runner: Run) -> dict[str, Any]:
     """Return the checkpoint's entries of all schedulers: their states, their settings, and the steps that are due."""
-    due = [unit for hook in runner.hooks for unit in getattr(hook, "due_steps", ())]
+    hooks = runner.hooks if any(runner.schedulers.values()) else ()
+    due = [unit for hook in hooks for unit in getattr(hook, "due_steps", ())]
     return {
         **({DUE: due} if due else {}),
         "scheduler": {name: [s.state_dict() for s in group] for name, group in runner.schedulers.items()},

@@ -78,7 +78,8 @@ class LoRA:
     def needs_values(self) -> bool:
         """Whether the first values of the adapters are computed from the model's."""
         kind = self.options.get("init_lora_weights", True)
-        return bool(self.options.get("use_dora")) or (isinstance(kind, str) and kind not in _WITHOUT_VALUES)
+        computes = any(self.options.get(key) for key in ("use_dora", "trainable_token_indices"))
+        return computes or (isinstance(kind, str) and kind not in _WITHOUT_VALUES)
 
     def __call__(self, module: nn.Module) -> nn.Module:
         """Add the adapters."""

@@ -26,6 +26,7 @@ from ...core.comm import collectives as dist
 from ...core.comm.collectives import share_weights
 from ...core.comm.topology import DataShard
 from ...core.device.precision import PrecisionReport
+from ...core.model.base_model import calls_itself
 from ...core.torch_compat.dtensor_private import (
     chunks_on_demand,
     fill_gradients,
@@ -41,13 +42,14 @@ from ...core.torch_compat.torch_private import (
     swappable,
     with_values,
 )
+from ...optim.gradients import average
 from ...optim.wrapper import OptimWrapper
 from ..added_parameters import refuse_added
 from ..base import NOTHING, EvalStep, Optim, Strategy, kept_gradients
 from ..config import ANY_DEVICE, Needs
 from ..divided import register_divided
 from ..gathering_order import Together, UnitOrder, message_group
-from ..gradient_hooks import AveragedGradients
+from ..gradient_hooks import OwnMeans
 from ..lost_writes import Replaced, watch_forward
 from ..noted import Arranged, is_subclass
 from ..parts import choices, construct, explain, prepare_whole
@@ -330,7 +332,11 @@ class FSDPStrategy(Strategy):
             if self._float8 is not None:
                 wrapper.register_step_pre_hook(lambda _, weights=self._float8: weights.forget())  # type: ignore[misc]
             if own := [p for p in updated if p in self._whole]:
-                self._gradient_hooks.append(AveragedGradients(wrapper, self._averaged_over(), own))
+                data = self._averaged_over()
+                if data.count > 1 and calls_itself(self.module):
+                    self._gradient_hooks.append(OwnMeans(wrapper, lambda own=own: own, data))  # type: ignore[misc]
+                else:
+                    wrapper.register_step_pre_hook(lambda _, scalars=own, data=data: average(scalars, data))  # type: ignore[misc]
             # What stays gathered would have the weights of before the update, in every forward until it is freed; what no
             # optimizer has would stay so for good. Backward may still come to what only others have.
             known, elsewhere = {*updated}, {p for other in own_of if other is not updated for p in other}
@@ -726,6 +732,11 @@ def _(strategy: FSDPStrategy, error: BaseException) -> str | None:
         return (
             "a module writes into a tensor of which processes have shards, as torch.nn.utils.spectral_norm does; compute out "
             "of place, as torch.nn.utils.parametrizations.spectral_norm does"
+        )
+    if "FSDP does not support deepcopy" in str(error) or "cannot pickle 'torch._C._distributed_c10d" in str(error):
+        return (
+            "a sharded model cannot be copied (copy.deepcopy, torch's AveragedModel): EMAHook keeps averages for validation, and a copy that "
+            "trains with the model is made in its __init__"
         )
     return None
 

@@ -106,7 +106,11 @@ def check_one_dtype(unit: nn.Module) -> None:
     kinds = {parameter.dtype for parameter in unit.parameters()}
     if len(kinds) > 1:
         names = ", ".join(sorted(map(str, kinds)))
-        raise StrategyError(f"model: {type(unit).__name__} has parameters of {names}, FSDP needs one dtype")
+        some = [next(name for name, parameter in unit.named_parameters() if parameter.dtype == kind) for kind in kinds]
+        raise StrategyError(
+            f"model: {type(unit).__name__} has parameters of {names}, as {' and '.join(sorted(some))}, FSDP needs one dtype; cast them before "
+            "the runner is made, or choose DDPStrategy"
+        )
 
 
 def described(units: Iterable[nn.Module]) -> str:

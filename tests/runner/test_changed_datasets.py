@@ -87,6 +87,7 @@ def another_dataset(loader: Any) -> None:
     loader.dataset = Augmented()
     loader.dataset.mosaic = False
     loader._iterator = None
+    loader._DataLoader__initialized = True
 
 
 def another_collate(loader: Any) -> None:

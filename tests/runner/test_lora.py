@@ -305,13 +305,13 @@ def test_adapters_on_a_divided_model_from_a_folder(tmp_path: Path, workers2: Wor
     )
 
 
-def test_quantising_waits_for_no_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transform", [dict(type="Quantize"), {**LORA, "trainable_token_indices": [0, 1]}])
+def test_what_needs_values_waits_for_no_folder(tmp_path: Path, transform: dict[str, Any]) -> None:
     pytest.importorskip("torchao")
     llama().save_pretrained(tmp_path / "folder")
-    with pytest.raises(
-        ConfigError, match=r"transforms\[0\]: Quantize.* computes with the model's values, which are read from"
-    ):
-        from_folder(tmp_path / "run", "single", dict(type="Quantize"))
+    message = rf"transforms\[0\]: {transform['type']}.* computes with the model's values, which are read from"
+    with pytest.raises(ConfigError, match=message):
+        from_folder(tmp_path / "run", "single", transform)
 
 
 def test_a_norm_of_ones_own_takes_over_what_is_read_later(tmp_path: Path) -> None:

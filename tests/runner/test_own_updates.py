@@ -417,3 +417,41 @@ def test_gradients_that_a_checkpoint_does_not_have_are_told(tmp_path: Path, mode
         saves = [SaveEvery({2, 4})]
         trained(tmp_path, optim, model=model, train_dataloader=data, custom_hooks=saves, log_level="WARNING")
     assert [line.startswith(TOLD) for line in lines] == [True] * told
+
+
+class Rarely(Rivals):
+    """The generator's turn is every second call, or every second update."""
+
+    counts_updates = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.count: Tensor
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        loss = self.critic(self.generator(data["x"]).detach()).sub(1).square().mean()
+        optim_wrapper["critic"].update_params(loss)
+        if self.count % 2 == 0:
+            self.critic.requires_grad_(False)
+            optim_wrapper["generator"].update_params(self.critic(self.generator(data["x"])).square().mean())
+            self.critic.requires_grad_(True)
+        self.count += not self.counts_updates or optim_wrapper["critic"].should_update()
+        return {"loss": loss}
+
+
+class RarelyByUpdates(Rarely):
+    counts_updates = True
+
+
+@pytest.mark.parametrize(("model", "told"), [(Rarely, 1), (RarelyByUpdates, 0)])
+def test_an_optimizer_that_is_called_in_a_part_of_a_window_is_told(
+    tmp_path: Path, model: type[Rarely], told: int
+) -> None:
+    optim = {name: dict(optimizer=SGD, accumulative_counts=2) for name in ("generator", "critic")}
+    with log_lines() as lines:
+        trained(
+            tmp_path, optim, model=model, train_dataloader=DataLoader(Samples(24), batch_size=4), log_level="WARNING"
+        )
+    start = "optim_wrapper.generator: train_step called update_params 1 times in the 2 micro-batches of an update, and no update was made"
+    assert [line.startswith(start) for line in lines] == [True] * told

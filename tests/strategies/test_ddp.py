@@ -393,6 +393,65 @@ def test_a_train_step_averages_once_per_update(workers2: WorkerGroup, accumulate
         assert not result["never has a gradient"]
 
 
+class Between(nn.Module):
+    """Uses its gradients between backward and update, or goes past the wrapper."""
+
+    def __init__(self, kind: str, rank: int = 0) -> None:
+        super().__init__()
+        self.kind, self.parts = kind, 2 if kind == "more backwards on rank 0" and rank == 0 else 1
+        self.weight = nn.Parameter(torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64))
+
+    def backward(self, x: Tensor, optim_wrapper: OptimWrapper) -> None:
+        for part in x.chunk(self.parts):
+            optim_wrapper.backward((part @ self.weight).square().mean() / self.parts)
+
+    def train_step(self, x: Tensor, optim_wrapper: OptimWrapper) -> None:
+        if self.kind == "past the wrapper":
+            (x @ self.weight).square().mean().backward()
+            optim_wrapper.optimizer.step()
+            return optim_wrapper.zero_grad()
+        self.backward(x, optim_wrapper)
+        if self.kind == "clipped":
+            nn.utils.clip_grad_norm_([self.weight], 0.1)
+        if self.kind == "sharpness":
+            with torch.no_grad():
+                moved = 0.05 * optim_wrapper.param_groups[0]["params"][0].grad
+                self.weight += moved
+            optim_wrapper.zero_grad()
+            self.backward(x, optim_wrapper)
+            with torch.no_grad():
+                self.weight -= moved
+        optim_wrapper.step()
+        return None
+
+
+def between(kind: str) -> tuple[Tensor, Tensor]:
+    """In a worker: the weights after two updates, of DDP and of one device with the whole batch."""
+    strategy = DDPStrategy(device="cpu", timeout_s=30)
+    strategy.join()
+    rank = strategy.topology.rank
+    model, optim = Between(kind, rank), OptimWrapper(SGD)
+    strategy.setup(model, optim)
+    whole = Between(kind if "rank" not in kind else "", 1)
+    own = OptimWrapper(
+        torch.optim.SGD(whole.parameters(), **{key: value for key, value in SGD.items() if key != "type"})
+    )  # type: ignore[arg-type]
+    for index in range(2):
+        rows = [data(r, index).double() for r in range(2)]
+        optim.begin(0, 1)
+        model.train_step(rows[rank], optim)
+        whole.train_step(torch.cat(rows), own)
+    strategy.leave()
+    return model.weight.detach(), whole.weight.detach()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["clipped", "sharpness", "past the wrapper", "more backwards on rank 0"])
+def test_what_a_train_step_does_with_its_gradients(workers2: WorkerGroup, kind: str) -> None:
+    for found, expected in workers2.run(between, kind):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 # State
 
 

@@ -791,6 +791,76 @@ def test_parameters_outside_of_forward_are_explained() -> None:
     assert explain(FSDPStrategy(), RuntimeError("out of memory")) is None
 
 
+class Scaled(nn.Module):
+    """Moves its weights by their gradients and asks for others, as SAM does; its scale has no dimension to shard."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by = nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.by
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(3, 2), Scaled.Scale()
+
+    def train_step(self, x: Tensor, optim_wrapper: Any) -> None:
+        moved = {}
+        for _ in range(2):
+            optim_wrapper.backward(self.scale(self.linear(x)).square().mean())
+            with torch.no_grad():
+                if not moved:
+                    moved = {p: p + 0.05 * p.grad - p for p in self.parameters()}
+                    for parameter, by in moved.items():
+                        parameter.add_(by)
+                    optim_wrapper.zero_grad()
+        with torch.no_grad():
+            for parameter, by in moved.items():
+                parameter.sub_(by)
+        optim_wrapper.step()
+
+
+def scaled() -> tuple[Any, Any]:
+    """In a worker: the scale after two updates, of FSDP and of one device with the whole batch."""
+    torch.manual_seed(0)
+    alone = Scaled()
+    strategy, _, optim = prepared(Scaled)
+    own = OptimWrapper(torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9))
+    alone.load_state_dict(
+        {key.removeprefix("model."): value for key, value in whole(strategy).items() if key.startswith("model.")}
+    )
+    for index in range(2):
+        rows = [torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * index + rank)) for rank in range(2)]
+        strategy.module.train_step(rows[strategy.topology.rank], optim)  # type: ignore[operator]
+        alone.train_step(torch.cat(rows), own)
+    found = whole(strategy)["model.scale.by"]
+    strategy.leave()
+    return found, alone.scale.by.detach()
+
+
+def test_a_train_step_has_means_of_what_is_not_sharded(workers2: WorkerGroup) -> None:
+    for found, expected in workers2.run(scaled):
+        torch.testing.assert_close(found, expected)
+
+
+def copied() -> str:
+    """In a worker: what is said of a copy of the model, as torch's AveragedModel makes one."""
+    strategy, model, _ = prepared()
+    try:
+        torch.optim.swa_utils.AveragedModel(model)
+    except AssertionError as error:
+        return str(explain(strategy, error))
+    finally:
+        strategy.leave()
+    return "nothing was raised"
+
+
+def test_copies_of_the_model_are_explained(workers1: WorkerGroup) -> None:
+    assert workers1.run(copied)[0].startswith("a sharded model cannot be copied (copy.deepcopy, torch's AveragedModel)")
+
+
 def test_a_parameter_that_no_part_holds_is_refused(workers1: WorkerGroup) -> None:
     assert workers1.run(refused_two)[0].startswith("model.scale: belongs to WithOwnParameter itself")
 
@@ -1082,7 +1152,11 @@ def setup_fails(case: str) -> str:
             "no initialisation",
             "strategy.skip_init_weights: has no effect on a model that is given as an instance, give dict",
         ),
-        ("two dtypes", "model: Net has parameters of torch.float32, torch.float64, FSDP needs one dtype"),
+        (
+            "two dtypes",
+            "model: Net has parameters of torch.float32, torch.float64, as embed.weight and position, FSDP needs one dtype; cast them "
+            "before the runner is made, or choose DDPStrategy",
+        ),
         ("optimizer of matrices", "optim_wrapper.optimizer: Adafactor cannot update sharded parameters"),
         ("built optimizer", "optim_wrapper.optimizer: holds parameters that are not the model's"),
     ],
