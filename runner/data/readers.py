@@ -67,7 +67,7 @@ def _held_by(**roots: Any) -> dict[str, Any]:
     pending, seen = list(roots.items()), set()
     while pending and len(held) < _MOST_HELD:
         path, one = pending.pop(0)
-        held[path] = _Counted(one, version_of(one)) if isinstance(one, Tensor) else one
+        held[path] = _Counted(one, 0 if one.is_inference() else version_of(one)) if isinstance(one, Tensor) else one
         if (
             id(one) in seen
             or isinstance(one, (Tensor, random.Random))

@@ -31,6 +31,8 @@ class Augmented(Dataset[Any]):
         self.mosaic, self.steps, self.options = True, [Crop(8), Crop(6)], {"scale": 2}
         self.weights, self.noise, self.epoch = torch.ones(3), random.Random(3), 0
         self.names = [f"image {number}" for number in range(1000)]
+        with torch.inference_mode():
+            self.means = torch.zeros(2)
         self.logger, self.module, self.beside = logging.getLogger("a dataset"), random, TrainData([[1]], 1, 0)
 
     def set_epoch(self, epoch: int) -> None:
