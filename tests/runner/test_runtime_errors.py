@@ -675,6 +675,8 @@ def fail_in_two(folder: str, name: str) -> str:
     try:
         runner.train()
     except Exception as error:
+        if "needs torch 2.7" in str(error):  # for shards on the CPU: conftest.py skips the test
+            raise
         return type(error).__name__
     finally:
         runner.strategy.leave()
