@@ -72,7 +72,7 @@ def _write(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     tensor = args[0]
     check_writable(tensor, operation.__name__.partition(".")[0])
     if operation is _ATEN.copy_.default and not isinstance(args[1], DTensor):
-        keep_shard(tensor, args[1].expand(tensor.shape))
+        _keep_shard(tensor, args[1].expand(tensor.shape))
         return tensor
     return by_torch(operation, args, kwargs)
 
@@ -123,7 +123,7 @@ def _fill(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operation that overwrites its tensor."""
     tensor = args[0]
     check_writable(tensor, operation.__name__.partition(".")[0])
-    keep_shard(tensor, operation(_empty_whole(tensor), *args[1:], **kwargs))
+    _keep_shard(tensor, operation(_empty_whole(tensor), *args[1:], **kwargs))
     return tensor
 
 
@@ -165,11 +165,11 @@ def _shard_of(whole: Tensor, like: DTensor) -> DTensor:
     shard = DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
-    keep_shard(shard, whole)
+    _keep_shard(shard, whole)
     return shard
 
 
-def keep_shard(tensor: DTensor, whole: Tensor) -> None:
+def _keep_shard(tensor: DTensor, whole: Tensor) -> None:
     """Copy what this process has of a tensor from the whole of it; of a pending sum the first process has all."""
     local = tensor.to_local()
     partial = [axis for axis, placement in enumerate(tensor.placements) if placement.is_partial()]

@@ -287,10 +287,10 @@ class _ZerosOnDemand(TorchFunctionMode):
 
 def refuse_other_backwards(engine: Any) -> None:
     """Raise where stages 2 and 3 would add the gradients of a backward that is not the engine's to the next update."""
-    optimizer = engine.optimizer
-    reduce = getattr(optimizer, "reduce_ready_partitions_and_remove_grads", None)
-    if reduce is None or not engine.zero_optimization_partition_gradients():
+    if not engine.zero_optimization_partition_gradients():
         return
+    optimizer = engine.optimizer
+    reduce = optimizer.reduce_ready_partitions_and_remove_grads
 
     def reduce_own(*args: Any) -> Any:
         if not engine._running_engine_backward:
