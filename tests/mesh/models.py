@@ -234,6 +234,13 @@ OF_TRANSFORMERS = (
 )  # they shift the labels themselves
 
 
+def register(**builders: Callable[[], nn.Module]) -> None:
+    """Add models of a test module, under names that no other has: processes import the modules in any order."""
+    taken = MODELS.keys() & builders.keys()
+    assert not taken, f"{sorted(taken)}: other models have these names"
+    MODELS.update(builders)
+
+
 def build(name: str, seed: int = 7) -> nn.Module:
     """The model of a name, the same for the same seed."""
     torch.manual_seed(seed)

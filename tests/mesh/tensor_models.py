@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .models import LENGTH, MODELS, VOCABULARY, Plain, PlainBlock
+from .models import LENGTH, VOCABULARY, Plain, PlainBlock, register
 
 
 class ChunkedBlock(nn.Module):
@@ -122,12 +122,14 @@ class Attending(nn.Module):
         return logits if labels is None else {"loss": functional.cross_entropy(logits.mT, labels)}
 
 
-MODELS["chunked"] = functools.partial(Plain, ChunkedBlock)
-MODELS["silent"] = functools.partial(Plain, SilentBlock)
-MODELS["shared_norm"] = functools.partial(Plain, SharedNormBlock)
-MODELS["in_training"] = functools.partial(Plain, TrainingBlock)
-MODELS["split"] = functools.partial(Plain, functools.partial(ChunkedBlock, split=True))
-MODELS["dropping"] = functools.partial(Plain, dropout=0.3)
-MODELS["dropping_heads"] = functools.partial(Plain, ChunkedBlock, dropout=0.3)
-MODELS["odd"] = Odd
-MODELS["attending"] = Attending
+register(
+    chunked=functools.partial(Plain, ChunkedBlock),
+    silent=functools.partial(Plain, SilentBlock),
+    shared_norm=functools.partial(Plain, SharedNormBlock),
+    in_training=functools.partial(Plain, TrainingBlock),
+    split=functools.partial(Plain, functools.partial(ChunkedBlock, split=True)),
+    dropping=functools.partial(Plain, dropout=0.3),
+    dropping_heads=functools.partial(Plain, ChunkedBlock, dropout=0.3),
+    odd=Odd,
+    attending=Attending,
+)

@@ -17,8 +17,7 @@ from flextrain.core.torch_compat.dtensor_private import differentiates_twice
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train
 
-from . import models
-from .models import VOCABULARY
+from .models import VOCABULARY, register
 from .parity import NEEDS_LAYOUTS, Recipe, compare, data, started
 
 pytestmark = [pytest.mark.distributed, NEEDS_LAYOUTS]
@@ -95,8 +94,8 @@ class OfTransformers(nn.Module):
 
 
 WAYS = ("inputs", "backward", "weights")
-models.MODELS |= {f"asking_{way}": partial(Asking, way) for way in WAYS}
-models.MODELS |= {"penalised": Penalised, "penalised_own_plan": OfTransformers}
+register(**{f"asking_{way}": partial(Asking, way) for way in WAYS})
+register(penalised=Penalised, penalised_own_plan=OfTransformers)
 
 
 def parity(spec: dict[str, Any], name: str, updates: int) -> None:

@@ -20,7 +20,7 @@ from flextrain.testing.differences import same_numbers, same_tensors
 from flextrain.testing.loop import train
 from flextrain.testing.sessions import load, save, whole_model
 
-from .models import MODELS, of_transformers, sample
+from .models import MODELS, of_transformers, register, sample
 from .parity import RECIPES, Recipe, compare, data, dtype_of, started
 
 pytestmark = pytest.mark.distributed
@@ -45,8 +45,7 @@ class Wrapped(nn.Module):
         return {"loss": (out.loss * self.weight).sum() + embedded.square().mean()}
 
 
-MODELS["wrapped"] = Wrapped
-MODELS["qwen3"] = lambda: of_transformers("qwen3")
+register(wrapped=Wrapped, qwen3=functools.partial(of_transformers, "qwen3"))
 
 
 @pytest.mark.parametrize(
@@ -96,12 +95,12 @@ def hidden(name: str) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-MODELS["llama without plan"] = functools.partial(hidden, "llama_tied")
+register(llama_without_plan=functools.partial(hidden, "llama_tied"))
 FOUND = [
     pytest.param(2, TP, "fused", id="tp2-fused"),
     pytest.param(2, TP, "vision", id="tp2-vision", marks=pytest.mark.full),
     pytest.param(2, TP, "gpt2", id="tp2-gpt2", marks=pytest.mark.full),
-    pytest.param(2, TP, "llama without plan", id="tp2-llama_without_plan", marks=pytest.mark.full),
+    pytest.param(2, TP, "llama_without_plan", id="tp2-llama_without_plan", marks=pytest.mark.full),
     pytest.param(4, dict(TP, dp_shard=2, wrap="blocks"), "gpt2", id="dp2xtp2-gpt2", marks=pytest.mark.full),
     pytest.param(4, dict(TP, dp_shard=2, wrap="blocks"), "vision", id="dp2xtp2-vision", marks=pytest.mark.full),
 ]

@@ -31,9 +31,9 @@ from flextrain.testing.differences import CheckFailedError
 from flextrain.testing.loop import train
 
 from ..device import DEVICE
-from . import tensor_models as own
+from . import tensor_models  # noqa: F401  (its models are registered)
 from .models import MATRICES as SEPARATE
-from .models import Plain, PlainBlock, of_transformers, sample
+from .models import MODELS, Plain, PlainBlock, of_transformers, register, sample
 from .parity import NEEDS_LAYOUTS, RECIPES, Recipe, compare, data, started
 
 pytestmark = pytest.mark.distributed
@@ -118,7 +118,6 @@ FULL_DROPPING: list[Any] = [
 
 def parity(*given: Any, **options: Any) -> Any:
     """In a worker, where this module registers its models: see ``compare``."""
-    assert own.MODELS["odd"]
     return compare(*given, **options)
 
 
@@ -272,9 +271,9 @@ class Checking(Plain):
         return loss
 
 
-own.MODELS.update(
+register(
     of_heads=partial(Plain, OfHeads), scaling=partial(Plain, Scaling), gated=partial(Plain, Gated),
-    penalised=Penalised, checking=Checking,
+    penalised_features=Penalised, checking=Checking,
 )  # fmt: skip
 QKV = "layers.*.[qkv]"
 
@@ -294,7 +293,7 @@ QKV = "layers.*.[qkv]"
         ("in_training", SEPARATE, {"layers.*.up": "an operation takes all of its features"}),
         ("scaling", SEPARATE, {"layers.*.up": "div has a size of its own"}),
         ("of_heads", SEPARATE, {QKV: "arange makes values for all of its features"}),
-        ("penalised", SEPARATE, {"layers.*.up": "they are returned"}),
+        ("penalised_features", SEPARATE, {"layers.*.up": "they are returned"}),
         ("checking", SEPARATE, dict.fromkeys((QKV, "layers.*.up"), "it is called in another way")),
         ("dropping_heads", CHUNKED, {
             "layers.*.qkv": "an operation takes all of its features",
@@ -306,7 +305,7 @@ QKV = "layers.*.[qkv]"
     ],
 )  # fmt: skip
 def test_where_dtensors_are_needed(model: str, plan: dict[str, str], expected: dict[str, str]) -> None:
-    module = own.MODELS[model]()
+    module = MODELS[model]()
     names = [name for name, _ in module.named_modules() if name]
     rules = match_rules(plan, names, list(STYLES))
     styles = {name: style_of(style, "plan") for name, style in rules.items()}
@@ -316,7 +315,6 @@ def test_where_dtensors_are_needed(model: str, plan: dict[str, str], expected: d
 
 def unsettled_gradients() -> list[str]:
     """In a worker: names of parameters whose gradients the optimizer gets as pending sums, which its state would be too."""
-    assert own.MODELS["odd"]
     found: list[str] = []
     with started(dict(type="MeshStrategy", tp=2, plan=ODD), "odd", SGD) as session:
 
@@ -415,7 +413,7 @@ def own_plan_masks() -> list[int]:
 
     before, local_tensors.own_random_numbers = local_tensors.own_random_numbers, watched
     try:
-        own.MODELS["llama_dropping"] = partial(of_transformers, "llama", attention_dropout=0.2)
+        MODELS["llama_dropping"] = partial(of_transformers, "llama", attention_dropout=0.2)
         with started(dict(type="MeshStrategy", tp=2), "llama_dropping", ADAMW) as session:
             train(session.strategy, session.model, session.optim, data("llama", ADAMW, 2))
     finally:
