@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..core.base.errors import StrategyError
+from ..core.comm.collectives import is_main
 from ..core.comm.topology import DataShard
 from ..core.torch_compat.torch_private import (
     after_backward,
@@ -138,7 +140,8 @@ class OwnMeans(_AroundBackward):
     """Averages the gradients of an optimizer that no engine averages, because the model calls itself in its ``train_step``.
 
     It does so at an update, and after each backward that ``train_step`` asks for apart from one: it may clip the gradients, or move
-    the weights by them and ask for others, as SAM does. A process at its update joins those that have further backwards.
+    the weights by them and ask for others, as SAM does. A process at its update joins those that have further backwards. Gradients
+    that come past the wrapper become means at the update only, which is told once.
 
     Args:
         optim: the optimizer's wrapper.
@@ -151,6 +154,7 @@ class OwnMeans(_AroundBackward):
         self._optim, self._parameters, self._data = optim, parameters, data
         self._means: list[tuple[Callable[[], Tensor | None], int]] = []
         self._is_ready = False  # for the optimizer's step
+        self._has_begun = self._is_told = False
         self.register(optim)
         optim.register_step_pre_hook(self._prepare)
         if (
@@ -159,7 +163,7 @@ class OwnMeans(_AroundBackward):
             self._handles.append(optim.optimizer.register_step_pre_hook(self._before_step))
 
     def _begin(self, loss: Tensor) -> None:
-        self._is_ready = False
+        self._has_begun, self._is_ready = True, False
         if self._optim.should_sync() and not self._optim.is_updating:
             super()._begin(loss)
 
@@ -182,10 +186,22 @@ class OwnMeans(_AroundBackward):
             flags = [not is_at_update, self._have_changed(own), *(grad is not None for grad in own)]
             others_go_on, has_changed, *used = most(flags, self._data)
             if has_changed:
+                if is_at_update and not self._has_begun:
+                    self._tell()
                 average_used(parameters, used, self._data)
                 found = (p.grad for p in parameters)
                 self._means = [(weakref.ref(grad), version_of(grad)) for grad in found if grad is not None]
             is_over = not (is_at_update and others_go_on)
+        self._has_begun = self._has_begun and not is_at_update
+
+    def _tell(self) -> None:
+        if not self._is_told and is_main():
+            logging.getLogger("flextrain").warning(
+                "model: train_step computes gradients past optim_wrapper, as by loss.backward() or torch.autograd.grad; they become means over "
+                "the processes at the step only, and what train_step did with them before, such as clipping, had those of one process: "
+                "call optim_wrapper.backward(loss) or update_params(loss)"
+            )
+        self._is_told = True
 
     def _have_changed(self, own: Sequence[Tensor | None]) -> bool:
         found = [(grad, version_of(grad)) for grad in own if grad is not None]

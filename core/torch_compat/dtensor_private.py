@@ -166,6 +166,20 @@ def write_data(write: Callable[[DTensor, Tensor], None]) -> None:
     cast(Any, DTensor).data = property(torch._C.TensorBase.data.__get__, write)  # type: ignore[attr-defined]
 
 
+def keep_derivatives() -> None:
+    """Let gradients of gradients go through ``DTensor.from_local`` where its gradient is redistributed; torch cuts them there. 2.15."""
+    function: Any = importlib.import_module("torch.distributed.tensor._api")._FromTorchTensor
+    of_torch = function.backward
+
+    def backward(ctx: Any, gradient: DTensor | None) -> Any:
+        if gradient is not None and torch.is_grad_enabled():
+            given = ctx.grad_placements or ctx.forward_input_placements
+            gradient = gradient.redistribute(placements=[Replicate() if one.is_partial() else one for one in given])
+        return of_torch(ctx, gradient)
+
+    function.backward = staticmethod(backward)
+
+
 def relax_views(tell: Callable[[Any], None]) -> None:
     """Let ``view`` of DTensors communicate where a layout cannot stay, as ``reshape`` does, instead of raising. 2.15.
 

@@ -1,7 +1,8 @@
-"""A train_step that looks at gradients between ``backward`` and ``step``: it has those of one device under every strategy."""
+"""A train_step that works with gradients and weights itself has those of one device under every strategy."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,7 @@ def trained(
             type=wrapper, optimizer=dict(type="SGD", lr=0.1, momentum=0.9), accumulative_counts=accumulate
         ),
         train_cfg=dict(by_epoch=False, max_iters=3 * accumulate),
+        log_level="WARNING",
         train_dataloader=dict(
             batch_size=8 // (2 if strategy in ("ddp", "fsdp") else 1) // accumulate,
             dataset=Samples(8),
@@ -140,10 +142,84 @@ class Updates(Net):
     def __init__(self) -> None:
         super().__init__(dropout=0.0)
 
+    def loss_of(self, data: Any) -> Tensor:
+        return self(**data, mode="loss")["loss"]  # type: ignore[no-any-return]
+
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
-        loss = self(**data, mode="loss")["loss"]
+        loss = self.loss_of(data)
         optim_wrapper.update_params(loss)
         return {"loss": loss.detach(), "seen": torch.zeros(())}
+
+
+class Penalised(Updates):
+    """With the size of its gradient for the input, as WGAN-GP has it."""
+
+    def loss_of(self, data: Any) -> Tensor:
+        x = data["x"].clone().requires_grad_(True)
+        loss = super().loss_of({**data, "x": x})
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + (gradient * len(x)).square().sum(1).mean()
+
+
+class Decaying(Updates):
+    """With the size of its weights, and the distance to the first ones."""
+
+    def loss_of(self, data: Any) -> Tensor:
+        if not hasattr(self, "first"):
+            self.first = [parameter.detach().clone() for parameter in self.parameters()]
+        loss = super().loss_of(data)
+        loss += 0.1 * sum(parameter.square().sum() for parameter in self.parameters())
+        far = [(now - first).square().sum() for now, first in zip(self.parameters(), self.first, strict=True)]
+        return torch.stack([loss, *far]).sum()
+
+
+@pytest.mark.parametrize(
+    "strategy, model", [("tp", Penalised), ("ddp", Penalised), ("tp", Decaying), ("ddp", Decaying)]
+)
+def test_a_loss_of_gradients_or_weights(
+    tmp_path: Path, workers1: WorkerGroup, workers2: WorkerGroup, strategy: str, model: type[Updates]
+) -> None:
+    (expected,) = workers1.run(run_with, str(tmp_path / "one"), "single", dict(model=model))
+    for found in workers2.run(run_with, str(tmp_path / "two"), strategy, dict(model=model)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+class PastWrapper(Updates):
+    """Asks autograd itself, and clips what it gets."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        loss = self.loss_of(data)
+        loss.backward()  # type: ignore[no-untyped-call]
+        clip([*self.parameters()])
+        optim_wrapper.step()
+        optim_wrapper.zero_grad()
+        return {"loss": loss.detach(), "seen": torch.zeros(())}
+
+
+class Messages(logging.Handler):
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def told(folder: str, model: type[Updates]) -> list[str]:
+    messages = Messages(logging.WARNING)
+    logging.getLogger("flextrain").addHandler(messages)
+    try:
+        trained(folder, "ddp", "clip", model=model)
+    finally:
+        logging.getLogger("flextrain").removeHandler(messages)
+    return [text for text in messages.texts if "past optim_wrapper" in text]
+
+
+def test_gradients_past_the_wrapper_are_told_once(tmp_path: Path, workers2: WorkerGroup) -> None:
+    first, second = workers2.run(told, str(tmp_path / "past"), PastWrapper)
+    assert len(first) == 1 and "call optim_wrapper.backward(loss)" in first[0]
+    assert not second
+    assert workers2.run(told, str(tmp_path / "usual"), Updates) == [[], []]
 
 
 @pytest.mark.parametrize("wrapper", [InStep, InBackward])

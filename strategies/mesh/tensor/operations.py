@@ -8,10 +8,11 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
@@ -26,6 +27,7 @@ from ....core.torch_compat.dtensor_private import (
     DRAWING_ATTENTION,
     differentiates_twice,
     dtensor_handlers,
+    keep_derivatives,
     relax_views,
     replicate_without_rule,
 )
@@ -42,7 +44,8 @@ _told: set[tuple[str, str]] = set()
 
 @functools.cache
 def register_gathering() -> None:
-    """Let operations on DTensors gather what they cannot keep divided; once in a process."""
+    """Let operations on DTensors gather what they cannot keep divided; once in a process. Derivatives of derivatives go through."""
+    keep_derivatives()
     relax_views(_tell_view)
     replicate_without_rule(_tell_no_rule)
 
@@ -238,6 +241,7 @@ class DTensorFunctions(TorchFunctionMode):
         if own is not None and (result := own(*args, **kwargs)) is not NotImplemented:
             return result
         writes = "out" in kwargs or _writes(function)
+        args = _joined(args, writes=writes)
         if writes and args and isinstance(args[0], DTensor):
             check_writable(args[0], function.__name__)
         try:
@@ -250,6 +254,33 @@ class DTensorFunctions(TorchFunctionMode):
                 raise
             tell_gathered(f"calls {function.__name__} on a shard that torch has no rule for", "another style")
         return _on_whole(function, args, kwargs)
+
+
+def as_replicated(mesh: DeviceMesh, values: Any) -> Any:
+    """Return ``values`` with every ordinary tensor as a replicated DTensor."""
+
+    def replicate(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor):
+            return tensor
+        return cast(Tensor, DTensor.from_local(tensor, mesh, (Replicate(),) * mesh.ndim, run_check=False))
+
+    return tree_map_only(torch.Tensor, replicate, values)
+
+
+def _joined(args: tuple[Any, ...], *, writes: bool) -> tuple[Any, ...]:
+    """Arguments of one operation, all DTensors or none: what computed an ordinary tensor takes no gradient that is a DTensor."""
+    mesh, ordinary = None, False
+    for each in args:
+        for one in each if type(each) in (list, tuple) else (each,):
+            if isinstance(one, DTensor):
+                mesh = one.device_mesh
+            elif isinstance(one, Tensor) and one.requires_grad:
+                ordinary = True
+    if mesh is None or not ordinary:
+        return args
+    if writes and not isinstance(args[0], DTensor):  # to memory that others have too
+        return cast(tuple[Any, ...], tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), args))
+    return cast(tuple[Any, ...], as_replicated(mesh, args))
 
 
 def keeps_graph_of_backward(function: Any, args: Any, kwargs: Any) -> bool:

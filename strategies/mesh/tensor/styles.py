@@ -29,7 +29,7 @@ from ....core.torch_compat.dtensor_private import (
 from ....core.torch_compat.torch_private import version_of
 from ...sharding import FLOAT8_WIDTHS, computes_in_float8
 from ..axis import replace_forward
-from .operations import DTensorFunctions
+from .operations import DTensorFunctions, as_replicated
 
 STYLES = Registry("plan style", locations=(), lists_names=True)
 """Styles by the names that torch and transformers use. A class from elsewhere registers here, or is an entry point."""
@@ -337,17 +337,6 @@ class _LocalForward:
         with using_in_place(self._module, as_local(tensors)):
             output = self._forward(*as_local(args), **as_local(kwargs))
         return as_replicated(self._mesh, output)
-
-
-def as_replicated(mesh: DeviceMesh, values: Any) -> Any:
-    """Return ``values`` with every ordinary tensor as a replicated DTensor."""
-
-    def replicate(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, DTensor):
-            return tensor
-        return cast(Tensor, DTensor.from_local(tensor, mesh, (Replicate(),), run_check=False))
-
-    return tree_map_only(torch.Tensor, replicate, values)
 
 
 def as_local(values: Any, *, but_shards: bool = False) -> Any:

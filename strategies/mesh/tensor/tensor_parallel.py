@@ -37,6 +37,7 @@ from ..plans import (
 from .local_tensors import LOCAL_ADVICE, LocalTensors, OwnPlanShards, why_not_local
 from .operations import (
     DTensorFunctions,
+    as_replicated,
     register_attention,
     register_cpu_attention,
     register_gathering,
@@ -48,7 +49,6 @@ from .styles import (
     DividedLogits,
     Style,
     as_local,
-    as_replicated,
     check_float8,
     check_styles,
     distribute_model,
