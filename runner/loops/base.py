@@ -116,7 +116,7 @@ class BaseLoop:
         self._data: EvaluationData | None = None
         self._last_mode = self.mode
 
-    def replaced(self) -> ConfigError:
+    def _replaced(self) -> ConfigError:
         """The error for a loop that got another dataloader, whose position and shards nobody knows."""
         return ConfigError(
             f"{type(self).__name__}.dataloader: was replaced by another {type(self.dataloader).__name__} after set-up; change its dataset or collate_fn in "
@@ -130,7 +130,7 @@ class BaseLoop:
     def batches(self) -> Iterator[Any]:
         """Yield the batches that are due, which a loop with methods of its own gets from ``self.dataloader``."""
         if self.dataloader is not self.loader and not self.has_own_methods:
-            raise self.replaced()
+            raise self._replaced()
         share_buffers(self._runner.strategy)  # after the hooks before an evaluation, which may average them
         return self._own_batches()
 

@@ -253,7 +253,7 @@ class TrainLoop(BaseLoop):
         if (last := self.data.last_counted(self._epoch, stop)) is not None:
             check_counted(last, self._runner.stepper)
         if self.dataloader is not self.loader and not self.has_own_methods:
-            raise self.replaced()
+            raise self._replaced()
         windows = self.data.windows(self._epoch, self._inner, stop)
         due = self._timed(map(itemgetter(0), windows) if self.data.accumulate == 1 else windows)
         return self._checked(due) if self.has_own_methods else due

@@ -76,6 +76,28 @@ class TrainingBlock(PlainBlock):
         return super().forward(x) + self.down(hidden)
 
 
+class Remembering(nn.Module):
+    """Keeps statistics of features that are divided in a buffer that is not, and adds the size of its weights to its loss."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.head = nn.Linear(8, VOCABULARY)
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.up(self.embed(input_ids)))
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(hidden.mean((0, 1)), alpha=0.1)
+        logits = self.head(self.down(hidden - self.mean))
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        for weight in (self.up.weight, self.down.weight):
+            loss += 0.1 * weight.norm()
+        return {"loss": loss}
+
+
 class Odd(nn.Module):
     """Widths that two does not divide, a parameter without dimension, one that two modules look up, buffers, smoothed classes."""
 
@@ -131,5 +153,6 @@ register(
     dropping=functools.partial(Plain, dropout=0.3),
     dropping_heads=functools.partial(Plain, ChunkedBlock, dropout=0.3),
     odd=Odd,
+    remembering=Remembering,
     attending=Attending,
 )

@@ -89,6 +89,7 @@ FULL_MIXED: list[Any] = [
     ("shared_norm", SEPARATE, ADAMW, {}),
     ("in_training", SEPARATE, ADAMW, {}),
     ("dropping_heads", CHUNKED, ADAMW, {}),
+    ("remembering", {"up": "colwise", "down": "rowwise"}, SGD, {}),
 ]
 FULL: list[Any] = [
     ("plain", {**SEPARATE, **VOCABULARY}, RECIPES["frozen"], {}),

@@ -266,6 +266,7 @@ QUESTIONS = dict.fromkeys(
 WRAPPER = {
     "get_momentum": _USER,
     "has_stepped": _FACT,
+    "end_window": "called where a train_step may update in some micro-batches of a window only",
     "is_built": _FACT,
     "chose_fused": _ON_ACCELERATORS,
     "spread": "a strategy calls it whose processes hold different parameters",

@@ -241,7 +241,7 @@ class DTensorFunctions(TorchFunctionMode):
         if own is not None and (result := own(*args, **kwargs)) is not NotImplemented:
             return result
         writes = "out" in kwargs or _writes(function)
-        args = _joined(args, writes=writes)
+        args, kwargs = _joined(args, kwargs, writes=_writes(function))
         if writes and args and isinstance(args[0], DTensor):
             check_writable(args[0], function.__name__)
         try:
@@ -267,20 +267,20 @@ def as_replicated(mesh: DeviceMesh, values: Any) -> Any:
     return tree_map_only(torch.Tensor, replicate, values)
 
 
-def _joined(args: tuple[Any, ...], *, writes: bool) -> tuple[Any, ...]:
+def _joined(args: Any, kwargs: Any, *, writes: bool) -> Any:
     """Arguments of one operation, all DTensors or none: what computed an ordinary tensor takes no gradient that is a DTensor."""
     mesh, ordinary = None, False
-    for each in args:
+    for each in (*args, *kwargs.values()):
         for one in each if type(each) in (list, tuple) else (each,):
             if isinstance(one, DTensor):
                 mesh = one.device_mesh
             elif isinstance(one, Tensor) and one.requires_grad:
                 ordinary = True
-    if mesh is None or not ordinary:
-        return args
-    if writes and not isinstance(args[0], DTensor):  # to memory that others have too
-        return cast(tuple[Any, ...], tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), args))
-    return cast(tuple[Any, ...], as_replicated(mesh, args))
+    if mesh is not None and writes and not isinstance(args[0], DTensor):  # to memory that others have too
+        return tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), (args, kwargs))
+    if mesh is None or not ordinary or not torch.is_grad_enabled():
+        return args, kwargs
+    return tree_map_only(Tensor, lambda one: as_replicated(mesh, one) if one.requires_grad else one, (args, kwargs))
 
 
 def keeps_graph_of_backward(function: Any, args: Any, kwargs: Any) -> bool:

@@ -416,13 +416,9 @@ class LogitsFunctions(DTensorFunctions):
         """Call a function of torch."""
         given = [*args, *(kwargs or {}).values()]
         found = [one for each in given for one in (each if isinstance(each, (list, tuple)) else (each,))]
-        spread = next((one for one in found if isinstance(one, DTensor)), None)
         # What is done with logits by rows is called in here again, on the tensors of some rows.
-        if spread is not None and function not in _LOOKS and Logits not in types:
+        if any(isinstance(one, DTensor) for one in found) and function not in _LOOKS and Logits not in types:
             args, kwargs = tree_map_only(DTensor, _whole_if_left, (args, kwargs or {}))
-            if any(isinstance(one, DTensor) and not hasattr(one, _LEFT) for one in found):
-                # Torch itself would give an ordinary tensor the gradient of a DTensor.
-                args, kwargs = tree_map_only(Tensor, lambda one: _replicated(one, spread.device_mesh), (args, kwargs))
         return super().__torch_function__(function, types, args, kwargs)
 
 
@@ -441,8 +437,3 @@ def _whole_if_left(tensor: DTensor) -> Tensor:
         found = tensor.full_tensor()
         setattr(tensor, _LEFT, found)  # for the next who reads them
     return found
-
-
-def _replicated(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    needs = tensor.requires_grad and torch.is_grad_enabled() and not isinstance(tensor, DTensor)
-    return as_replicated(mesh, tensor) if needs else tensor
