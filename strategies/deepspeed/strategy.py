@@ -36,6 +36,7 @@ from ..parts import (
     computed_with,
     computes_alone,
     construct,
+    explain,
     prepare_whole,
     rehearsed,
     shape_of,
@@ -591,6 +592,17 @@ def _(strategy: DeepSpeedStrategy, model: nn.Module) -> torch.dtype | None:
     if strategy._request.dtype is not torch.float32:
         cast_inputs_and_outputs(model, strategy._request.dtype, strategy.config.inputs_to_half)
     return None
+
+
+@explain.register(DeepSpeedStrategy)
+def _(strategy: DeepSpeedStrategy, error: BaseException) -> str | None:
+    text = str(error)
+    if "ds_status" in text or ("returned an invalid gradient" in text and "[0]" in text):
+        return (
+            "something computes with parameters that DeepSpeed has freed outside of the modules that have them, as a sum over "
+            'model.parameters() in the loss does: choose stage 1 or 2, or strategy="fsdp"'
+        )
+    return explain.dispatch(Strategy)(strategy, error)
 
 
 @cannot_repeat.register(DeepSpeedStrategy)

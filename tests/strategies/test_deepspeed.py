@@ -24,7 +24,7 @@ from flextrain.core.comm.topology import DataShard, Topology
 from flextrain.core.model.base_model import BaseModel
 from flextrain.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from flextrain.strategies import DeepSpeedOptimWrapper, DeepSpeedStrategy, SingleDeviceStrategy
-from flextrain.strategies.parts import init_weights
+from flextrain.strategies.parts import explain, init_weights
 from flextrain.testing import WorkerGroup, check_strategy
 from flextrain.testing.conformance_checks import batches
 from flextrain.testing.differences import relative_difference, same_tensors
@@ -730,6 +730,29 @@ def test_nobody_waits_for_the_device_to_look_at_gradients_in_bf16(workers2: Work
     """Unless check_grad_overflow asks for it: what is not finite then ends up in the weights."""
     for skipped, _ in workers2.run(overflow_in_bf16, stage):
         assert skipped == [False] * 4
+
+
+class OfWeights(Mlp):
+    """Its loss has the sizes of its weights, which stage 3 has freed when their gradients come."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().forward(*args, **kwargs)
+        found["loss"] = found["loss"] + sum(parameter.square().sum() for parameter in self.parameters())
+        return found
+
+
+def advice_for_weights() -> str | None:
+    options = dict(stage3_param_persistence_threshold=0)
+    with started(zero(3, zero_optimization=options), adamw(), OfWeights) as session:
+        with pytest.raises(RuntimeError) as caught:
+            train(session.strategy, session.model, session.optim, one_each(data(OfWeights, 1)))
+        return explain(session.strategy, caught.value)
+
+
+def test_an_error_about_freed_weights_says_so(workers2: WorkerGroup) -> None:
+    for advice in workers2.run(advice_for_weights):
+        assert advice is not None
+        assert "parameters that DeepSpeed has freed" in advice
 
 
 class Recomputes(Mlp):
