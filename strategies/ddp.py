@@ -25,7 +25,7 @@ from ..optim.wrapper import OptimWrapper
 from .added_parameters import refuse_added
 from .base import NOTHING, Optim, Strategy
 from .config import ANY_DEVICE, Needs, StrategyConfig
-from .gradient_hooks import OwnMeans
+from .gradient_hooks import OwnMeans, StepsInTime
 from .noted import Arranged
 from .parts import explain, keep_own_buffers
 from .sharding import check_dense, check_no_max_norm, check_not_quantised
@@ -248,7 +248,10 @@ class DDPStrategy(Strategy):
         if self.topology.data.count > 1 and optim is not None:
             for wrapper in optim.wrappers.values():
                 if calls_itself(self.module):  # averages whatever the optimizer has
-                    self._gradient_hooks.append(OwnMeans(wrapper, partial(_trained, wrapper), self.topology.data))
+                    self._gradient_hooks += [
+                        StepsInTime(wrapper),
+                        OwnMeans(wrapper, partial(_trained, wrapper), self.topology.data),
+                    ]
                 else:
                     refuse_added(wrapper, self.module)
         return called, optim

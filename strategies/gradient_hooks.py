@@ -136,6 +136,35 @@ class HooksAfterBackward(_AroundBackward):
                 hook(parameter)
 
 
+class StepsInTime:
+    """Refuses updates that a ``train_step`` makes before the last micro-batch of a window, when gradients are those of one process.
+
+    Args:
+        optim: the optimizer's wrapper.
+    """
+
+    def __init__(self, optim: OptimWrapper) -> None:
+        self._optim = optim
+        self._handles: list[RemovableHandle] = []
+        optim.register_step_pre_hook(self._check)
+        if (
+            tells_steps(optim.optimizer) and not optim.adapter.steps_in_parts
+        ):  # a train_step may call it past the wrapper
+            self._handles.append(optim.optimizer.register_step_pre_hook(self._check))
+
+    def remove(self) -> None:
+        """Leave the optimizer alone."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _check(self, *_: Any) -> None:
+        if not self._optim.should_sync():
+            raise StrategyError(
+                f"{self._optim.where}.accumulative_counts: train_step updates in a micro-batch that is not the last of its window, when "
+                "processes have not averaged their gradients yet; let it call step() when should_update() is true, or leave accumulative_counts out"
+            )
+
+
 class OwnMeans(_AroundBackward):
     """Averages the gradients of an optimizer that no engine averages, because the model calls itself in its ``train_step``.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flextrain import OptimWrapper
+from flextrain.core.base.errors import StrategyError
 from flextrain.strategies import gradient_hooks
 from flextrain.testing import WorkerGroup
 
@@ -194,6 +195,30 @@ class PastWrapper(Updates):
         optim_wrapper.step()
         optim_wrapper.zero_grad()
         return {"loss": loss.detach(), "seen": torch.zeros(())}
+
+
+class AtOnce(PastWrapper):
+    """Updates in every micro-batch, past ``accumulative_counts``, and past the wrapper too."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        loss = self.loss_of(data)
+        optim_wrapper.backward(loss)
+        optim_wrapper.optimizer.step()
+        return {"loss": loss.detach(), "seen": torch.zeros(())}
+
+
+def refused(folder: str, strategy: str, model: type[Updates]) -> str:
+    with pytest.raises(StrategyError) as caught:
+        trained(folder, strategy, "clip", accumulate=2, model=model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy, model", [("ddp", AtOnce), ("fsdp", AtOnce), ("fsdp", PastWrapper)])
+def test_an_update_within_a_window_is_refused(
+    tmp_path: Path, workers2: WorkerGroup, strategy: str, model: type[Updates]
+) -> None:
+    for message in workers2.run(refused, str(tmp_path), strategy, model):
+        assert message.startswith("optim_wrapper.accumulative_counts: train_step updates in a micro-batch that is not")
 
 
 class Messages(logging.Handler):

@@ -276,9 +276,10 @@ def _joined(args: Any, kwargs: Any, *, writes: bool) -> Any:
                 mesh = one.device_mesh
             elif isinstance(one, Tensor) and one.requires_grad:
                 ordinary = True
-    if mesh is not None and writes and not isinstance(args[0], DTensor):  # to memory that others have too
+    if mesh is not None and writes and isinstance(args[0], Tensor) and not isinstance(args[0], DTensor):
+        # The memory is that of an ordinary tensor, which others may have too.
         return tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), (args, kwargs))
-    if mesh is None or not ordinary or not torch.is_grad_enabled():
+    if mesh is None or writes or not ordinary or not torch.is_grad_enabled():
         return args, kwargs
     return tree_map_only(Tensor, lambda one: as_replicated(mesh, one) if one.requires_grad else one, (args, kwargs))
 
