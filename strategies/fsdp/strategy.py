@@ -723,8 +723,9 @@ def _(strategy: FSDPStrategy, error: BaseException) -> str | None:
         )
     if "setStorage" in str(error) and "out of bounds" in str(error):
         return (
-            "something computes with parameters that FSDP has freed after their unit's forward, such as torch.autograd.grad in "
-            'forward: give strategy.wrap="model", or strategy.reshard_after_forward=False'
+            "something computes with parameters that FSDP has freed after their unit's forward or backward, such as "
+            'torch.autograd.grad: within forward, give strategy.wrap="model", or strategy.reshard_after_forward=False; in a '
+            "train_step, let one call of the whole model, self(...), compute such a loss, or choose DDPStrategy"
         )
     if "sparse" in str(error):
         return (
