@@ -158,7 +158,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
                 self._has_told = True
                 if is_main():
                     _logger.warning(
-                        f"{wrapper.where}: begins an update with gradients that were left before it, as a generator's loss leaves them in a "
+                        f"optim_wrapper.{name}: begins an update with gradients that were left before it, as a generator's loss leaves them in a "
                         "discriminator; they are added to its own, and no checkpoint has them. Freeze what a loss does not train "
                         f'(requires_grad_(False)), or call optim_wrapper["{name}"].zero_grad() first'
                     )
