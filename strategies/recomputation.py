@@ -78,7 +78,8 @@ def _with_buffers(
     **kwargs: Any,
 ) -> Any:
     """Call ``forward`` so that backward may repeat it with the buffers of this call."""
-    if torch.is_grad_enabled() and module.training and not torch.compiler.is_compiling():  # compiled code repeats no writing
+    repeats = not torch.compiler.is_compiling()  # what is compiled repeats no writing
+    if repeats and torch.is_grad_enabled() and module.training:
         forward = functools.partial(buffers.run, forward, [])
     return _repeatable(forward, module, around, options)(*args, **kwargs)
 
