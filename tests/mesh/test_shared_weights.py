@@ -133,4 +133,6 @@ def test_settings_that_depend_on_the_rest_of_the_model_are_refused(
     workers2: WorkerGroup, name: str, options: dict[str, Any], parameter: str
 ) -> None:
     for message in workers2.run(refused, name, options):
-        assert message.startswith(f"optim_wrapper.paramwise_cfg: {parameter} has other settings in the whole model than on")
+        assert message.startswith(
+            f"optim_wrapper.paramwise_cfg: {parameter} has other settings in the whole model than on"
+        )
