@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..core.base.config import validate
-from ..core.base.errors import ConfigError, StrategyError
+from ..core.base.errors import StrategyError
 from ..core.base.overriding import overridden, refuse_misspelled
 from ..core.comm import collectives as dist
 from ..core.comm.agreement import description, first_difference, raising_together, roll_call
@@ -30,7 +30,6 @@ from ..core.torch_compat.torch_private import process_groups, set_time_limit, wi
 from ..optim.adapters import updates_matrices
 from ..optim.canonical import GROUP, STATE, hyper_parameters, restored_hyper_parameters, split_key
 from ..optim.gradients import ModelGroup
-from ..optim.param_groups import settings_by_name
 from ..optim.trial import Samples, updates_apart
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict
@@ -141,34 +140,6 @@ def _updates_apart(wrapper: OptimWrapper) -> bool:
         return True
     with with_values():
         return updates_apart(wrapper.make_another, Samples.like(optimizer))
-
-
-def settings_of(optim: OptimWrapper | OptimWrapperDict, model: nn.Module) -> dict[str, dict[str, str]]:
-    """Return, for each wrapper, the settings that its constructor gives the parameters of ``model``, see ``settings_by_name``."""
-    parts = {"": model, **dict(model.named_children())}
-    return {name: settings_by_name(each._recipe, parts[name]) for name, each in optim.wrappers.items() if name in parts}
-
-
-def check_settings(
-    optim: OptimWrapper | OptimWrapperDict, model: nn.Module, whole: Mapping[str, Mapping[str, str]], topology: Topology
-) -> None:
-    """Compare the settings of parameters in this process's part of a model with those in the whole one, from ``settings_of``.
-
-    Raises:
-        ConfigError: on every process of ``topology.model``, if a constructor gives a parameter others, because it lacks the rest.
-    """
-    own = settings_of(optim, model)
-    found = [
-        f"{optim.wrappers[wrapper].where}.paramwise_cfg: {name} has"
-        for wrapper, settings in own.items()
-        for name, text in settings.items()
-        if whole[wrapper].get(name, text) != text
-    ]
-    if first := next(filter(None, dist.all_gather_object(found[:1], topology.model)), None):
-        raise ConfigError(
-            f"{first[0]} other settings in the whole model than on a process with a part of it; decide by each parameter's own name and "
-            "module, and give all names of a tied one the same settings"
-        )
 
 
 def kept_gradients(engine: str) -> StrategyError:
@@ -407,7 +378,6 @@ class Strategy:
             if self.topology.model is None:  # otherwise another process may have what is trained
                 check_trainable(model)
             optim.examine(model)
-            settings = settings_of(optim, model) if self.topology.model is not None else {}
             model.zero_grad()  # what a trial has left would be in the first update of some strategies, and not of others
         self._check_request(model, optim)
         noted = self.noted
@@ -430,7 +400,6 @@ class Strategy:
             if several and (found := first_difference(recipe_of(optim), kind=part)):
                 raise StrategyError(f"{found}; every process has to be configured alike")
             if self.topology.model is not None:
-                check_settings(optim, self.module, settings, self.topology)
                 spread_updates(optim, self.parameters(), self.topology, self.device)
             if hooked and self._averaged_over().count > 1:
                 self._call_hooks(hooked, optim)
