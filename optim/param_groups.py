@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
 import logging
 import math
@@ -141,6 +143,19 @@ def checked_groups(
     return result
 
 
+def settings_by_name(recipe: OptimizerRecipe, model: nn.Module) -> dict[str, str]:
+    """Return the settings that the constructor gives each parameter of a model, as text, under each of its names; empty without one."""
+    if recipe.constructor is None:
+        return {}
+    recipe = dataclasses.replace(recipe, constructor=copy.deepcopy(recipe.constructor))  # it may count its calls
+    settings = {}
+    for group in _constructed(recipe, model, says=False):
+        of_group = settings_of({key: value for key, value in group.items() if key != "param_names"})
+        settings.update({id(parameter): of_group for parameter in group["params"]})
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: settings[id(parameter)] for name, parameter in named if id(parameter) in settings}
+
+
 def _names(parameters: Mapping[str, nn.Parameter]) -> dict[int, list[str]]:
     names: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
@@ -223,7 +238,8 @@ class DefaultOptimWrapperConstructor:
 
     A subclass is named in ``optim_wrapper=dict(constructor=...)``. It overrides ``settings`` to decide parameter by
     parameter, or ``add_params``, as in MMEngine, to make groups of its own. ``paramwise_cfg`` may hold keys of its own. It
-    sees the user's module, with the names and the whole shapes that its parameters have without a strategy.
+    sees the user's module, with the names and the whole shapes that its parameters have without a strategy; in a pipeline
+    those of its stages, and settings that depend on others are refused.
 
     Args:
         optim_wrapper_cfg: holds the optimizer's configuration under "optimizer", with the values to multiply.

@@ -26,6 +26,8 @@ Make = Callable[[Groups], Optimizer]
 _UPDATES = 3
 _MORE_UPDATES = 12
 """Where more updates cost no precision: some optimizers compute otherwise after their first five (RAdam's warm-up) or ten."""
+_MANY_UPDATES = 40
+"""Where both sides round alike: optimizers that find their step size, as Prodigy does, begin with steps that are too small to tell."""
 _ROWS = 16
 # The sizes after the first, small because some optimizers keep a square matrix per dimension, also of flattened ones.
 _TAILS: dict[int, tuple[int, ...]] = {1: (), 2: (24,), 3: (6, 4), 4: (3, 3, 3)}
@@ -246,8 +248,8 @@ def updates_apart(make: Make, samples: Samples) -> bool:
     """Return whether an optimizer updates a parameter alone as it does beside others; True if it cannot be tried."""
     several = samples.doubled
     try:
-        together = several.run(make, lambda tensor: tensor)
-        alone = [one.run(make, lambda tensor: tensor).values[0] for one in several.singles]
+        together = several.run(make, lambda tensor: tensor, _MANY_UPDATES)
+        alone = [one.run(make, lambda tensor: tensor, _MANY_UPDATES).values[0] for one in several.singles]
     except TrialError:
         return True
     changes = zip(alone, together.values, together.before, strict=True)

@@ -70,6 +70,9 @@ def _writing() -> list[Any]:
 @torch.no_grad()
 def _write(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
+    if not isinstance(tensor, DTensor):  # of a module that no strategy divides, with a number of all parameters, say
+        args, kwargs = tree_map_only(DTensor, lambda each: each.full_tensor(), (args, kwargs))
+        return operation(*args, **kwargs)
     check_writable(tensor, operation.__name__.partition(".")[0])
     if operation is _ATEN.copy_.default and not isinstance(args[1], DTensor):
         _keep_shard(tensor, args[1].expand(tensor.shape))

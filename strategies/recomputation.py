@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..core.base.errors import ConfigError, suggest
+from ..core.device.precision import running_statistics
 from ..core.hugging_face.transformers_private import train_without_cache
-from ..core.model.module_state import leaving_buffers
-from ..core.torch_compat.torch_private import in_backward
+from ..core.model.module_state import buffers_of, leaving_buffers
+from ..core.torch_compat.torch_private import in_backward, version_of
 from .config import ActivationCheckpointing
 
 # Activation checkpointing and compilation of a module in place: parameter names do not change.
@@ -33,7 +34,7 @@ def checkpoint_activations(
     """Apply activation checkpointing to the outermost submodules that ``check_fn`` accepts; return their names.
 
     It replaces the submodule's ``forward`` instead of wrapping the submodule, so that no name changes. Buffers that forward writes
-    to, such as running statistics, are written once.
+    to, such as running statistics, are written once, and backward computes with those that forward began with.
 
     Args:
         every: the first of each so many accepted submodules is taken.
@@ -49,15 +50,82 @@ def checkpoint_activations(
             chosen[name] = submodule
     names = [*chosen][::every]
     for submodule in map(chosen.__getitem__, names):
-        forward = submodule.forward
+        forward, buffers = submodule.forward, _BuffersOfCalls(submodule)
+        if buffers.names:
+            submodule.forward = functools.partial(_with_buffers, forward, buffers, submodule, around, options)
+            continue
         if any(True for _ in submodule.buffers()):
             forward = functools.partial(_keeping_buffers, forward, submodule)
-        submodule.forward = (
-            functools.partial(checkpoint, forward, use_reentrant=False, **options)
-            if around is None
-            else around(forward, submodule)
-        )
+        submodule.forward = _repeatable(forward, submodule, around, options)
     return names
+
+
+def _repeatable(
+    forward: Callable[..., Any], module: nn.Module, around: Callable[..., Any] | None, options: dict[str, Any]
+) -> Callable[..., Any]:
+    if around is not None:
+        return around(forward, module)  # type: ignore[no-any-return]
+    return functools.partial(checkpoint, forward, use_reentrant=False, **options)
+
+
+def _with_buffers(
+    forward: Callable[..., Any],
+    buffers: _BuffersOfCalls,
+    module: nn.Module,
+    around: Callable[..., Any] | None,
+    options: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call ``forward`` so that backward may repeat it with the buffers of this call."""
+    repeats = not torch.compiler.is_compiling()  # what is compiled repeats no writing
+    if repeats and torch.is_grad_enabled() and module.training:
+        forward = functools.partial(buffers.run, forward, [])
+    return _repeatable(forward, module, around, options)(*args, **kwargs)
+
+
+class _BuffersOfCalls:
+    """The buffers of a module that its forward may compute with: all but running statistics, which training only writes to.
+
+    Attributes:
+        names: of these buffers.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        statistics = running_statistics(module)
+        self._module = module
+        self._changes: bool | None = None  # not known before the first call
+        self.names = [name for name, _ in module.named_buffers() if name not in statistics]
+
+    def run(self, forward: Callable[..., Any], begin: list[Callable[[], None]], *args: Any, **kwargs: Any) -> Any:
+        """Call ``forward``; when backward repeats it, with the buffers of the first time, which are put back afterwards.
+
+        Args:
+            begin: empty at the first time, which adds what sets the buffers to those that it begins with.
+        """
+        if in_backward():
+            with leaving_buffers(self._module):
+                for restore in begin:
+                    restore()
+                return forward(*args, **kwargs)
+        is_copied = self._changes is not False  # a forward that changes nothing needs no memory
+        begin += [buffers_of(self._module)] if is_copied else []
+        before = self._versions()
+        result = forward(*args, **kwargs)
+        if self._versions() != before:
+            if not is_copied:
+                _logger.warning(
+                    f"{_WHERE}: {type(self._module).__name__} changes buffers in forward, and has not done so before; backward of this one "
+                    "computes with the changed ones, later ones with those that forward began with"
+                )
+            self._changes = True
+        elif self._changes is None:
+            self._changes = False
+            begin.clear()
+        return result
+
+    def _versions(self) -> list[tuple[int, int]]:
+        return [(id(buffer), version_of(buffer)) for buffer in map(self._module.get_buffer, self.names)]
 
 
 def _keeping_buffers(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ...core.base.errors import CheckpointError, ConfigError, StrategyError, suggest
 from ...core.base.registry import HOOKS
+from ...core.base.tensors import is_quantised
 from ...core.torch_compat.torch_private import foreach_copy_, foreach_lerp_
 from ...strategies.parts import computed_with, elsewhere, left_out, take_written
 from .hook import Hook
@@ -330,13 +331,13 @@ class EMAHook(Hook):
 
 
 def _averaged(runner: Run, with_buffers: bool) -> dict[str, Tensor]:
-    """Return the live tensors to average, by canonical name."""
+    """Return the live tensors to average, by canonical name; quantised ones are frozen, and numbers that nobody averages."""
     strategy = runner.strategy
     left_out = set() if with_buffers else {name for name, _ in strategy.module.named_buffers()}
     return {
         name: tensor
         for name, tensor in strategy.model_state().items()
-        if (tensor.is_floating_point() or tensor.is_complex()) and name not in left_out
+        if (tensor.is_floating_point() or tensor.is_complex()) and name not in left_out and not is_quantised(tensor)
     }
 
 

@@ -87,6 +87,23 @@ def test_over_processes(workers: Callable[[int], WorkerGroup], tmp_path: Path, c
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
+class LossOfModel(Perplexity):
+    """Computes the loss itself, with whole weights."""
+
+    uses_model = True
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        super().process(data_batch, {"loss": self.model(**data_batch).loss})
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("given", [{}, {"source": "logits"}, {"type": LossOfModel}], ids=["loss", "logits", "model"])
+def test_over_the_processes_of_a_sequence(workers2: WorkerGroup, tmp_path: Path, given: dict[str, Any]) -> None:
+    wanted = of_kind("causal", tmp_path / "one", "single", 3)
+    for found in workers2.run(of_kind, "causal", tmp_path, dict(type="mesh", cp=2), 1, **given):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
 def of_kind(
     name: str, work_dir: Path, strategy: Any, batch_size: int, source: str | None = None, **given: Any
 ) -> float:
@@ -101,7 +118,7 @@ def of_kind(
         strategy=strategy,
         val_dataloader=dict(dataset=samples, batch_size=batch_size, collate_fn="default_collate"),
         val_cfg=dict(),
-        val_evaluator=dict(type="Perplexity", source=source, **given),
+        val_evaluator={"type": "Perplexity", "source": source, **given},
     )
     found = runner.val()["perplexity"]
     runner.close()

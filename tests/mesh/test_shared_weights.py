@@ -8,7 +8,8 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from flextrain import OptimWrapper
+from flextrain import ConfigError, MeshStrategy, OptimWrapper
+from flextrain.optim import DefaultOptimWrapperConstructor
 from flextrain.strategies.mesh.pipeline.pipeline_parallel import Ties
 from flextrain.testing import WorkerGroup
 
@@ -98,3 +99,40 @@ def added_up() -> list[list[float]]:
 def test_gradients_of_stages_are_added_in_the_layout_of_the_parameter(workers2: WorkerGroup) -> None:
     """Summands of one stage are nothing to add to another stage's whole."""
     assert workers2.run(added_up) == [[[2.0]], [[4.0]]]
+
+
+class ByDepth(DefaultOptimWrapperConstructor):
+    """Lowers the learning rate from layer to layer, beginning with the last one that has a name."""
+
+    def add_params(self, params: list[Any], module: nn.Module, **_: Any) -> None:
+        depths = {name: int(name.split(".")[1]) for name, _ in module.named_parameters() if name.startswith("layers.")}
+        for name, parameter in module.named_parameters():
+            scale = 0.5 ** (max(depths.values()) - depths.get(name, 0))
+            params.append(dict(params=[parameter], lr=self.base_lr * scale))
+
+
+OF_HEAD = dict(paramwise_cfg=dict(custom_keys=dict(head=dict(lr_mult=3.0)), bypass_duplicate=True))
+
+
+def refused(name: str, options: dict[str, Any]) -> str:
+    """In a worker: why the settings of a model's parameters are refused."""
+    strategy = MeshStrategy(device=DEVICE, pp=2, pp_layers=["layers"])
+    try:
+        with pytest.raises(ConfigError) as caught:
+            strategy.setup(models.MODELS[name](), OptimWrapper(dict(type="SGD", lr=0.1), **options))
+        return str(caught.value)
+    finally:
+        strategy.leave()
+
+
+@pytest.mark.parametrize(
+    "name, options, parameter",
+    [("plain_tied", OF_HEAD, "head.weight"), ("plain", dict(constructor=ByDepth), "embed.weight")],
+)
+def test_settings_that_depend_on_the_rest_of_the_model_are_refused(
+    workers2: WorkerGroup, name: str, options: dict[str, Any], parameter: str
+) -> None:
+    for message in workers2.run(refused, name, options):
+        assert message.startswith(
+            f"optim_wrapper.paramwise_cfg: {parameter} has other settings in the whole model than on"
+        )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from flextrain import TRANSFORMS, BaseModel, ConfigError, FlexibleRunner, StrategyError
 from flextrain.cli import main
+from flextrain.runner.hooks import EMAHook
 from flextrain.runner.transforms.torchao import _Layers as Layers
 from flextrain.testing import WorkerGroup
 from flextrain.testing.sessions import whole_model
@@ -478,6 +479,7 @@ def test_a_quantised_base_under_adapters(tmp_path: Path) -> None:
     pytest.importorskip("peft", minversion="0.20")  # earlier ones want the quantiser of transformers
     torch.manual_seed(0)
     model = WithNorms(width=64)
+    average = EMAHook(momentum=0.4)
     transforms = [
         dict(type="Quantize", config="Int8WeightOnlyConfig", patterns=["blocks.*"]),
         dict(type="LoRA", r=2, target_modules=["0.0", "1.0"]),
@@ -488,8 +490,12 @@ def test_a_quantised_base_under_adapters(tmp_path: Path) -> None:
         transforms,
         model=model,
         strategy=dict(STRATEGIES["single"], device="cpu", exclude_frozen_parameters=True),
+        custom_hooks=[average],
     )
     runner.train()
+    averaged = average.state_dict().keys()
+    assert "averaged.blocks.0.0.lora_A.default.weight" in averaged
+    assert "averaged.blocks.0.0.base_layer.weight" not in averaged  # no quantised number has an average
     assert (
         "Int8Tensor"
         in dict(runner.outline.transforms)["Quantize(config='Int8WeightOnlyConfig', patterns=['blocks.*'])"]

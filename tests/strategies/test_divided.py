@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from flextrain import StrategyError
+from flextrain import FSDPStrategy, StrategyError
+from flextrain.strategies.divided import register_divided
 from flextrain.testing import WorkerGroup
 
 from ..runner.training import FSDP, At, Net, Samples, make_runner, whole_state
@@ -201,3 +204,23 @@ def test_data_keeps_its_dtype(tmp_path: Path, workers2: WorkerGroup) -> None:
         assert (
             ".data of a divided tensor becomes float64 of shape (8, 6), which must stay float32 of shape (8, 6)" in said
         )
+
+
+def written() -> list[Tensor]:
+    """In a worker: a tensor of no DTensor, after writes of what was computed with DTensors."""
+    strategy = FSDPStrategy(device="cpu")
+    try:
+        strategy.join()
+        register_divided()
+        divided = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), (Shard(0),))
+        found = torch.ones(4)
+        found.add_(divided, alpha=2.0)
+        found.div_(divided.sum())
+        return [found]
+    finally:
+        strategy.leave()
+
+
+def test_what_is_divided_is_written_to_what_is_not(workers2: WorkerGroup) -> None:
+    for (found,) in workers2.run(written):
+        torch.testing.assert_close(found, torch.tensor([1.0, 3.0, 5.0, 7.0]) / 6)

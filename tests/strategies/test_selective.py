@@ -168,6 +168,56 @@ class Switched(nn.Module):
         return checkpoint(part, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+class Codebook(nn.Module):
+    """Looks up the nearest of its codes; most batches change one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+        self.register_buffer("codes", torch.randn(6, SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        looked_up = self.linear(x)
+        nearest = torch.cdist(looked_up.detach(), self.codes).argmin(1)
+        found = self.codes[nearest]
+        if x.sum() > LEAST:
+            self.codes[nearest[0]] = looked_up[0].detach()
+        return x + looked_up.tanh() * found
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(SIZE, SIZE)), nn.Tanh())
+
+
+LEAST = -20.0
+
+
+@pytest.mark.parametrize("kind", [Codebook, spectral])
+@pytest.mark.parametrize("how", [{}, dict(offload=True), "matmuls"], ids=named)
+def test_backward_computes_with_the_buffers_that_forward_began_with(kind: Any, how: Any) -> None:
+    """Also where several forwards run before the first backward, as in a pipeline."""
+    torch.manual_seed(0)
+    plain, batches = nn.Sequential(kind(), kind()), torch.randn(6, 8, SIZE).unbind()
+    found = []
+    for given in (None, how):
+        model = prepared(plain, given)
+        for first, second in zip(batches[::2], batches[1::2], strict=True):
+            for loss in [model(x).square().sum() for x in (first, second)]:
+                loss.backward()
+        found.append([*(p.grad for p in model.parameters()), *model.buffers()])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def test_buffers_that_begin_to_change_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = prepared(nn.Sequential(Codebook(), nn.Sequential(nn.Linear(SIZE, SIZE))), dict(classes=["Codebook"]))
+    for value in (-9.0, 9.0, -9.0, 9.0):
+        model(torch.full((8, SIZE), value)).sum().backward()
+    assert [record.message for record in caplog.records if "changes buffers in forward" in record.message] == [
+        "strategy.activation_checkpointing: Codebook changes buffers in forward, and has not done so before; backward of this one computes with "
+        "the changed ones, later ones with those that forward began with"
+    ]
+
+
 @pytest.mark.parametrize("half", [False, True])
 def test_what_forward_writes_to_is_written_once_by_a_models_own_switch(half: bool) -> None:
     torch.manual_seed(0)

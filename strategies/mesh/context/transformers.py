@@ -214,6 +214,8 @@ class TransformersModel:
 
     def _shifted_loss(self, logits: Tensor, labels: Any, *args: Any, **kwargs: Any) -> Any:
         """The model's loss for labels that were shifted before the sequence was cut."""
+        if self._attention.length is None:  # outside of updates and evaluations labels are as they are
+            return self._loss(logits, labels, *args, **kwargs)
         self.losses += 1
         if not self.shifts or labels is None or kwargs.get("shift_labels") is not None:
             return self._loss(logits, labels, *args, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 from ....core.base.errors import ConfigError, StrategyError, counted, one_of, suggest
 from ....core.base.overriding import overridden
-from ....core.comm.collectives import group_with_this_process
+from ....core.comm.collectives import all_gather_object, group_with_this_process
 from ....core.device.device import DEVICES
 from ....core.model.base_model import overrides
 from ....core.torch_compat.graphs_private import may_have_graphs
 from ....core.torch_compat.torch_private import has_step_hooks
 from ....optim.gradients import settled
+from ....optim.param_groups import settings_by_name
 from ....optim.wrapper import OptimWrapper
 from ...base import EvalStep, Optim, TrainStep
 from ...fsdp import choose_units
@@ -78,6 +79,34 @@ class Ties:
         return ((p, group) for p, group in self._shared if id(p) in trained and p.requires_grad)
 
 
+# Settings of parameters, which a constructor gives by a stage alone.
+
+
+def settings_of(optim: Optim, model: nn.Module) -> dict[str, dict[str, str]]:
+    """Return, for each wrapper, the settings that its constructor gives the parameters of ``model``, see ``settings_by_name``."""
+    parts = {"": model, **dict(model.named_children())}
+    return {name: settings_by_name(each._recipe, parts[name]) for name, each in optim.wrappers.items() if name in parts}
+
+
+def check_settings(optim: Optim, model: nn.Module, whole: Mapping[str, Mapping[str, str]]) -> None:
+    """Compare the settings of a stage's parameters with those in the whole model, from ``settings_of``; a collective.
+
+    Raises:
+        ConfigError: on every process, if a constructor gives a parameter others, because the stage lacks the rest.
+    """
+    found = [
+        f"{optim.wrappers[wrapper].where}.paramwise_cfg: {name} has"
+        for wrapper, settings in settings_of(optim, model).items()
+        for name, text in settings.items()
+        if whole[wrapper].get(name, text) != text
+    ]
+    if first := next(filter(None, all_gather_object(found[:1])), None):
+        raise ConfigError(
+            f"{first[0]} other settings in the whole model than on a process with a part of it; decide by each parameter's own name and "
+            "module, and give all names of a tied one the same settings"
+        )
+
+
 _logger = logging.getLogger("flextrain")
 _OPTIONS = ("pp_schedule", "pp_stages_per_process", "pp_layers", "pp_split")
 _UPDATES = ("update_params", "scale_loss", "should_update", "should_sync", "backward")
@@ -100,6 +129,7 @@ class Pipeline(Axis):
         self._chain, self._split = Chain([]), [0]
         self._engine: PipelineEngine | None = None
         self._ties: Ties | None = None
+        self._settings: dict[str, dict[str, str]] = {}  # of the whole model
         self._has_warned = False
 
     @property
@@ -160,6 +190,7 @@ class Pipeline(Axis):
                 f'strategy.pp_schedule: "{self.config.pp_schedule}" computes gradients of weights apart, which torch cannot with '
                 "strategy.tp; choose gpipe, 1f1b or interleaved_1f1b"
             )
+        self._settings = {} if optim is None else settings_of(optim, model)
         self._chain = chain_of(model, self.config.pp_layers)
         if self.example is not None:
             put_in_order(self._chain, model, self.example)
@@ -220,6 +251,8 @@ class Pipeline(Axis):
         assert self._ties is not None
         self._engine.finish(model)
         self._ties.gather(model, self.layout, self.name)
+        if optim is not None:
+            check_settings(optim, model, self._settings)
         for wrapper in optim.wrappers.values() if optim is not None else ():
             wrapper.register_step_pre_hook(self._ties.add)
             wrapper.register_step_pre_hook(self._warn_of_parts)
