@@ -120,6 +120,8 @@ class ParamSchedulerHook(Hook):
 
     priority = "LOW"
     _loop: Any = None
+    _lists: Sequence[Sequence[Any]] = ()
+    _number = 0
     _by_iter: Sequence[Any] = ()
     _by_epoch: Sequence[Any] = ()
     _iter = _epoch = 0  # those after which the schedulers have stepped
@@ -155,12 +157,17 @@ class ParamSchedulerHook(Hook):
     def before_train(self, runner: Run) -> None:
         """Sort the schedulers into those by iteration and those by epoch."""
         given = runner.param_schedulers or []
-        schedulers = [s for group in given.values() for s in group] if isinstance(given, Mapping) else list(given)
-        self._by_iter = [scheduler for scheduler in schedulers if not scheduler.by_epoch]
-        self._by_epoch = [scheduler for scheduler in schedulers if scheduler.by_epoch]
+        self._lists = list(given.values()) if isinstance(given, Mapping) else [given]
+        self._sort()
         self._loop, self._iter, self._epoch = runner.train_loop, runner.iter, runner.epoch
         if self._by_epoch:
             self._warn_of_rules(runner)
+
+    def _sort(self) -> None:
+        schedulers = [scheduler for group in self._lists for scheduler in group]
+        self._number = len(schedulers)
+        self._by_iter = [scheduler for scheduler in schedulers if not scheduler.by_epoch]
+        self._by_epoch = [scheduler for scheduler in schedulers if scheduler.by_epoch]
 
     def _warn_of_rules(self, runner: Run) -> None:
         for scheduler in self._by_epoch:
@@ -182,6 +189,8 @@ class ParamSchedulerHook(Hook):
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
         """Step the schedulers that count iterations."""
+        if sum(map(len, self._lists)) != self._number:  # a hook has added one
+            self._sort()
         for scheduler in self._by_iter:
             if not scheduler.optimizer.last_step.skipped:
                 scheduler.step()
@@ -204,11 +213,11 @@ class ParamSchedulerHook(Hook):
 
     def after_train(self, runner: Run) -> None:
         """Leave training: a later validation must not step schedulers."""
-        self._by_iter, self._by_epoch, self._loop = (), (), None
+        self._lists, self._number, self._by_iter, self._by_epoch, self._loop = (), 0, (), (), None
 
     def on_exception(self, runner: Run, exception: BaseException) -> None:
         """Leave training: a later validation must not step schedulers."""
-        self._by_iter, self._by_epoch, self._loop = (), (), None
+        self._lists, self._number, self._by_iter, self._by_epoch, self._loop = (), 0, (), (), None
 
 
 # CheckReplicasHook: compares replicas of the model's tensors while training goes on.
