@@ -66,6 +66,7 @@ class TrainLoop(BaseLoop):
         self.stop_training = False
         self.is_torn = False  # True if an exception has left an update unfinished
         self.start_iter = 0
+        self.before_first: Callable[[], None] | None = None
         self._epoch = 0
         self._iter = 0
         # These two already count the update whose hooks are running; ``iter`` does not.
@@ -77,6 +78,7 @@ class TrainLoop(BaseLoop):
         self._has_tried = False  # True after the dry pass
         self.waited_s = 0.0
         """Seconds in which ``batches`` has waited for data so far."""
+        self._has_told_mode = False  # True after a warning
         self._is_checked = False  # True after the strategy's check of the first window
         self._ahead = 0  # updates gained over epochs of constant length, after resuming
         later = sorted(dynamic_intervals or ())
@@ -217,12 +219,16 @@ class TrainLoop(BaseLoop):
         if not self._is_checked:
             self._is_checked = True
             runner.stepper.check(window, self.data.counted)
+            if self.before_first is not None:
+                self.before_first()
             if "transformers" in sys.modules:  # of whose models it is known
                 self._tell_large_logits(window[0])
             shards = runner.strategy.topology.data.count
             self._means = UnequalMeans(shards) if shards > 1 or len(window) > 1 else None
         for hook in hooks.before_train_iter:
             hook(runner, idx, data_batch)
+        if not runner.stepper.module.training:
+            self._tell_mode()
         if self._means is not None and self.data.counted is None and not self._means.look(runner.stepper, window):
             self._means = None
         outputs = self._update(data_batch)
@@ -231,6 +237,14 @@ class TrainLoop(BaseLoop):
         self._iter = self._done
         if runner.stop_check is not None and not self.has_own_methods:
             runner.stop_check("update")
+
+    def _tell_mode(self) -> None:
+        if not self._has_told_mode:
+            self._has_told_mode = True
+            self._runner.logger.warning(
+                f"model: is in evaluation mode in the update after iteration {self._done}, so it trains without dropout, and batch "
+                "normalisation with the statistics so far; a hook that calls eval() has to call train() again"
+            )
 
     def _tell_large_logits(self, batch: Any) -> None:
         from ..transforms.chunked_loss import large_logits
@@ -528,16 +542,21 @@ class IterBasedTrainLoop(TrainLoop):
             run_iter(self._done, batch)
             self._iter = self._done  # a subclass's own may leave the counting to the loop
             self.validate(self._iter)
-            if self.stop_training:
+            if self.stop_training or self._done >= self._max_iters:  # a hook may have set another end
                 return
 
     def batches(self) -> Iterator[Any]:
         """See TrainLoop; those of all passes over the data that are left. An InfiniteSampler's pass never ends."""
         while self._done < self._max_iters:
             if self._jump():
-                yield from self._due(self._inner + self._max_iters - self._done)
+                stop = self._inner + self._max_iters - self._done
+                yield from self._due(stop)
                 if self._inner == 0:
                     raise self.data.no_batch()
+                if (
+                    self._inner == stop != self.data.length(self._epoch)
+                ):  # if a hook has set a later end, the pass goes on
+                    continue
             else:
                 self.data.pass_over(self._epoch, self._inner)
             if self._done < self._max_iters:

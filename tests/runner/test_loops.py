@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from flextrain import ConfigError, FlexibleRunner
 from flextrain.runner.hooks import POINTS, Hook
 
-from .training import SGD, Samples, Watch, make_runner, validation
+from .training import SGD, At, Samples, Watch, make_runner, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -294,6 +294,22 @@ def test_the_data_start_anew_when_they_end(tmp_path: Path) -> None:
     epochs = [list(chain(*watch.trained[7 * i : 7 * i + 7])) for i in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(26))
     assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("at, end", [(2, 5), (2, 12), (8, 12)])
+def test_a_hook_can_set_another_end(tmp_path: Path, at: int, end: int) -> None:
+    """As in MMEngine; a later end was that of another pass over the data, an earlier one was passed over."""
+
+    def set_end(runner: FlexibleRunner, *_: Any, **__: Any) -> None:
+        if runner.iter == at:
+            runner.train_loop._max_iters = end  # type: ignore[attr-defined]
+
+    watch, watch_whole = Watch(), Watch()
+    hooks = [At("after_train_iter", set_end), watch]
+    make_runner(tmp_path / "set", train_cfg=dict(by_epoch=False, max_iters=9), custom_hooks=hooks).train()
+    whole = make_runner(tmp_path / "whole", train_cfg=dict(by_epoch=False, max_iters=end), custom_hooks=[watch_whole])
+    whole.train()
+    assert watch.trained == watch_whole.trained
 
 
 def test_an_infinite_sampler_never_ends(tmp_path: Path) -> None:
