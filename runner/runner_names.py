@@ -171,7 +171,9 @@ class RunnerNames:
     max_epochs: int = _reads("train_loop.max_epochs", "Total number of epochs.")
     max_iters: int = _reads("train_loop.max_iters", "Total number of updates.")
     reporters: list[Reporter] = _reads("visualizer.reporters", "The reporters of ``visualizer``.")
-    hooks: list[Hook] = _reads("hook_calls.hooks", "The hooks in the order in which they run.")
+    hooks: tuple[Hook, ...] = _reads(
+        "hook_calls.hooks", "The hooks in the order in which they run; ``register_hook`` adds one."
+    )
 
     @property
     def checkpoint_dir(self: Run) -> Path:

@@ -200,13 +200,22 @@ class EMAHook(Hook):
         self.begin_iter = begin_iter
         self.begin_epoch = begin_epoch
         self.update_buffers = update_buffers
-        self.momentum = momentum
         self._ema_type = ema_type
-        self._weight = _weight_of(ema_type, momentum, gamma, interval)
-        self._interval = interval
+        self._annealing, self._interval = gamma, interval
+        self.momentum = momentum
         self._average: WeightAverage | None = None
         self._updates = 0
         self._made_way = False  # for a save in the course of validation or testing
+
+    @property
+    def momentum(self) -> float | None:
+        """Weight of the newest weights in the average; None: the default. Another hook may set it in the course of training."""
+        return self._momentum
+
+    @momentum.setter
+    def momentum(self, momentum: float | None) -> None:
+        self._weight = _weight_of(self._ema_type, momentum, self._annealing, self._interval)
+        self._momentum = momentum
 
     def before_run(self, runner: Run) -> None:
         """Allocate the averages; they have no meaning before the first update."""

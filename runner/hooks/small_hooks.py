@@ -9,6 +9,7 @@ from ...core.base.errors import ConfigError
 from ...core.base.registry import HOOKS, MODELS
 from ...core.device.device import empty_cache
 from ...core.model.base_model import BaseTTAModel
+from ...optim.wrapper import StepInfo
 from ...strategies.parts import average_buffers, check_replicas, keep_own_buffers
 from ..data.samplers import tell_loader_epoch
 from .early_stopping import says_greater
@@ -110,6 +111,10 @@ class DistSamplerSeedHook(Hook):
 # ParamSchedulerHook: steps learning rate and momentum schedulers.
 
 
+_MADE = StepInfo()
+"""What is known of a step of a torch optimizer, which a scheduler of the user's may have in place of the wrapper."""
+
+
 @HOOKS.register_module()
 class ParamSchedulerHook(Hook):
     """Steps the parameter schedulers: by iteration, by epoch, or by the metrics of a validation.
@@ -142,7 +147,7 @@ class ParamSchedulerHook(Hook):
         if self._loop is None:
             return []
         done, loop = self._loop.state_dict(), self._loop
-        skipped = any(scheduler.optimizer.last_step.skipped for scheduler in self._by_iter)
+        skipped = any(getattr(each.optimizer, "last_step", _MADE).skipped for each in self._by_iter)
         due = {
             "iter": done["iter"] > max(loop.iter, self._iter) and bool(self._by_iter) and not skipped,
             "epoch": loop.by_epoch and done["epoch"] > max(loop.epoch, self._epoch) and bool(self._by_epoch),
@@ -156,8 +161,8 @@ class ParamSchedulerHook(Hook):
 
     def before_train(self, runner: Run) -> None:
         """Sort the schedulers into those by iteration and those by epoch."""
-        given = runner.param_schedulers or []
-        self._lists = list(given.values()) if isinstance(given, Mapping) else [given]
+        given = runner.param_schedulers
+        self._lists = list(given.values()) if isinstance(given, Mapping) else [] if given is None else [given]
         self._sort()
         self._loop, self._iter, self._epoch = runner.train_loop, runner.iter, runner.epoch
         if self._by_epoch:
@@ -192,7 +197,7 @@ class ParamSchedulerHook(Hook):
         if sum(map(len, self._lists)) != self._number:  # a hook has added one
             self._sort()
         for scheduler in self._by_iter:
-            if not scheduler.optimizer.last_step.skipped:
+            if not getattr(scheduler.optimizer, "last_step", _MADE).skipped:
                 scheduler.step()
         self._iter += 1
 

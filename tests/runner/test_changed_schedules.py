@@ -237,6 +237,22 @@ def test_a_schedule_that_a_hook_adds_is_stepped(tmp_path: Path, point: str, by_n
     assert [values.seen[at][0][0] for at in range(4)] == [0.1, 0.05, 0.025, 0.0125]
 
 
+def test_a_schedule_that_a_hook_adds_may_be_the_first_one_and_of_the_torch_optimizer(tmp_path: Path) -> None:
+    def add(runner: FlexibleRunner, *_: Any, **__: Any) -> None:
+        if runner.iter == 1:
+            inner = runner.optim_wrapper.optimizer  # type: ignore[union-attr]
+            runner.param_schedulers.append(ExponentialLR(inner, gamma=0.5, by_epoch=False))
+
+    values = Values()
+    runner = make_runner(
+        tmp_path,
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
+        custom_hooks=[values, At("after_train_iter", add)],
+    )
+    runner.train()
+    assert [values.seen[at][0][0] for at in range(4)] == [0.1, 0.1, 0.05, 0.025]
+
+
 class Several(Net):
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Any]:
         losses = self(**data, mode="loss")

@@ -92,6 +92,16 @@ def test_averages(runner: Any, options: dict[str, Any], weights: list[float | No
     assert list(Stage(runner, **options).updates(VALUES)) == pytest.approx(reference(weights), rel=1e-5)
 
 
+def test_another_hook_may_set_the_momentum(runner: Any) -> None:
+    stage = Stage(runner, momentum=0.5)
+    assert list(stage.updates([0.0, 8.0])) == [0.0, 4.0]
+    stage.hook.momentum = 0.25
+    assert list(stage.updates([8.0])) == [5.0]
+    with refuses(ConfigError, begins="EMAHook.momentum: 2 is not allowed"):
+        stage.hook.momentum = 2
+    assert stage.hook.momentum == 0.25
+
+
 def test_a_skipped_update_does_not_count(runner: Any) -> None:
     stage = Stage(runner, ema_type="StochasticWeightAverage")
     list(stage.updates([1.0, 3.0]))
