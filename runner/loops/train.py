@@ -98,6 +98,11 @@ class TrainLoop(BaseLoop):
         return self._iter
 
     @property
+    def has_begun(self) -> bool:
+        """Whether this process has begun with an update."""
+        return self._is_checked
+
+    @property
     def position(self) -> int:
         """Updates and batches of validations so far, which are as many on every process."""
         return self._done + self._evaluated
