@@ -22,7 +22,7 @@ from ..core.comm.agreement import first_difference
 from ..core.hugging_face.pretrained import Pretrained
 from ..core.model.base_model import BaseTTAModel, overrides
 from ..optim.schedulers import check_param_schedulers
-from ..optim.schedulers.replay import before_the_warm_up_ends, unlike_the_run
+from ..optim.schedulers.replay import TYPE, before_the_warm_up_ends, sets_initial_values, settings, unlike_the_run
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict, build_optim_wrapper, guard_updates
 from ..strategies.base import Strategy
@@ -390,6 +390,14 @@ def doubts(
     yield from _of_learning_rates(optim, schedulers)
     if any(schedulers.values()) and not any(isinstance(hook, ParamSchedulerHook) for hook, _ in config.hooks):
         yield "param_scheduler: has no effect unless a hook of yours steps it, default_hooks.param_scheduler is None"
+    scale, every = config.options.auto_scale_lr, [each for group in schedulers.values() for each in group]
+    own = [settings(each)[TYPE] for each in every if sets_initial_values(settings(each))]
+    # The schedule of that name has the peak from the optimizer, whose rate is scaled.
+    if scale is not None and scale.enable and own and "one_cycle" not in repr(param_scheduler):
+        yield (
+            f"auto_scale_lr: does not scale {own[0]}, whose rates are its own arguments; scale these, or give "
+            'param_scheduler="one_cycle", whose peak is the optimizer\'s rate'
+        )
     for name, group in schedulers.items():
         by_name = bool(name) and isinstance(param_scheduler, Mapping) and "type" not in param_scheduler
         given = param_scheduler[name] if by_name and name in param_scheduler else param_scheduler

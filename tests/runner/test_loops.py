@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from flextrain import ConfigError, FlexibleRunner
 from flextrain.runner.hooks import POINTS, Hook
 
-from .training import SGD, At, Samples, Watch, make_runner, validation
+from .training import SGD, At, Samples, Watch, log_lines, make_runner, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -274,6 +274,16 @@ def test_rates_are_scaled_once_where_groups_share_a_tensor(tmp_path: Path) -> No
     )
     runner.train()
     assert [float(group["lr"]) for group in runner.optim_wrapper.param_groups] == pytest.approx([0.05] * 2)
+
+
+@pytest.mark.parametrize("schedule", [dict(type="OneCycleLR", eta_max=0.1, by_epoch=False), "one_cycle"])
+def test_rates_that_are_not_scaled_are_told(tmp_path: Path, schedule: Any) -> None:
+    scale = dict(enable=True, base_batch_size=16)
+    runner = make_runner(tmp_path, param_scheduler=schedule, auto_scale_lr=scale, log_level="WARNING")
+    with log_lines() as said:
+        runner.train()
+    lines = [line for line in said if line.startswith("auto_scale_lr: does not scale OneCycleLR")]
+    assert len(lines) == (schedule != "one_cycle")
 
 
 def test_intervals_count_updates(tmp_path: Path) -> None:
