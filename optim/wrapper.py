@@ -166,6 +166,7 @@ class OptimWrapper:
     is_updating = False
     """Whether ``update_params`` calls ``backward``, so that nobody sees the gradients before ``step``."""
     _accumulate: int
+    _clip_grad: ClipGrad | None = None
     _left: int | None = None  # micro-batches from the window's first on; None: no end is known
     _is_prepared = False  # the hooks of this update were called
     _driven = False  # a training loop announces every micro-batch
@@ -191,7 +192,8 @@ class OptimWrapper:
             raise ConfigError(f"{where}.accumulative_counts: {accumulative_counts} is not allowed, give {allowed}")
         self.where = where
         self._accumulate = int(accumulative_counts)  # 64 / 16 is a float
-        self.clip_grad = clip_grad
+        if clip_grad is not None:
+            self.clip_grad = clip_grad
         own = {"type": type(self).__name__, "accumulative_counts": self._accumulate, "clip_grad": clip_grad}
         self._recipe = check_optimizer(optimizer, paramwise_cfg, constructor, where, own)
         self._optimizer: Optimizer | None = optimizer if isinstance(optimizer, Optimizer) else None

@@ -163,16 +163,12 @@ class ParamSchedulerHook(Hook):
         """Sort the schedulers into those by iteration and those by epoch."""
         given = runner.param_schedulers
         self._lists = list(given.values()) if isinstance(given, Mapping) else [] if given is None else [given]
-        self._sort()
+        schedulers = [scheduler for group in self._lists for scheduler in group]
+        self._number = len(schedulers)
+        self._by_iter, self._by_epoch = ([s for s in schedulers if bool(s.by_epoch) is unit] for unit in (False, True))
         self._loop, self._iter, self._epoch = runner.train_loop, runner.iter, runner.epoch
         if self._by_epoch:
             self._warn_of_rules(runner)
-
-    def _sort(self) -> None:
-        schedulers = [scheduler for group in self._lists for scheduler in group]
-        self._number = len(schedulers)
-        self._by_iter = [scheduler for scheduler in schedulers if not scheduler.by_epoch]
-        self._by_epoch = [scheduler for scheduler in schedulers if scheduler.by_epoch]
 
     def _warn_of_rules(self, runner: Run) -> None:
         for scheduler in self._by_epoch:
@@ -195,7 +191,7 @@ class ParamSchedulerHook(Hook):
     ) -> None:
         """Step the schedulers that count iterations."""
         if sum(map(len, self._lists)) != self._number:  # a hook has added one
-            self._sort()
+            self.before_train(runner)
         for scheduler in self._by_iter:
             if not getattr(scheduler.optimizer, "last_step", _MADE).skipped:
                 scheduler.step()

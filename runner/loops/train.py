@@ -43,6 +43,8 @@ class TrainLoop(BaseLoop):
     """
 
     by_epoch: bool = True
+    before_first: Callable[[], object] = bool  # which does nothing
+    _has_told_mode = False
 
     def __init__(
         self,
@@ -66,7 +68,6 @@ class TrainLoop(BaseLoop):
         self.stop_training = False
         self.is_torn = False  # True if an exception has left an update unfinished
         self.start_iter = 0
-        self.before_first: Callable[[], None] | None = None
         self._epoch = 0
         self._iter = 0
         # These two already count the update whose hooks are running; ``iter`` does not.
@@ -78,7 +79,6 @@ class TrainLoop(BaseLoop):
         self._has_tried = False  # True after the dry pass
         self.waited_s = 0.0
         """Seconds in which ``batches`` has waited for data so far."""
-        self._has_told_mode = False  # True after a warning
         self._is_checked = False  # True after the strategy's check of the first window
         self._ahead = 0  # updates gained over epochs of constant length, after resuming
         later = sorted(dynamic_intervals or ())
@@ -224,8 +224,7 @@ class TrainLoop(BaseLoop):
         if not self._is_checked:
             self._is_checked = True
             runner.stepper.check(window, self.data.counted)
-            if self.before_first is not None:
-                self.before_first()
+            self.before_first()
             if "transformers" in sys.modules:  # of whose models it is known
                 self._tell_large_logits(window[0])
             shards = runner.strategy.topology.data.count
