@@ -166,6 +166,7 @@ class OptimWrapper:
     is_updating = False
     """Whether ``update_params`` calls ``backward``, so that nobody sees the gradients before ``step``."""
     _accumulate: int
+    _clip_grad: ClipGrad | None = None
     _left: int | None = None  # micro-batches from the window's first on; None: no end is known
     _is_prepared = False  # the hooks of this update were called
     _driven = False  # a training loop announces every micro-batch
@@ -191,9 +192,8 @@ class OptimWrapper:
             raise ConfigError(f"{where}.accumulative_counts: {accumulative_counts} is not allowed, give {allowed}")
         self.where = where
         self._accumulate = int(accumulative_counts)  # 64 / 16 is a float
-        self.clip_grad = None if clip_grad is None else validate(ClipGrad, clip_grad, f"{where}.clip_grad")
-        if self.clip_grad is not None:
-            self.clip_grad.check(f"{where}.clip_grad")
+        if clip_grad is not None:
+            self.clip_grad = clip_grad
         own = {"type": type(self).__name__, "accumulative_counts": self._accumulate, "clip_grad": clip_grad}
         self._recipe = check_optimizer(optimizer, paramwise_cfg, constructor, where, own)
         self._optimizer: Optimizer | None = optimizer if isinstance(optimizer, Optimizer) else None
@@ -209,7 +209,20 @@ class OptimWrapper:
             )
         self._accumulate = number
 
+    def _set_clip_grad(self, given: ClipGrad | dict[str, Any] | None) -> None:
+        if given is not None and not isinstance(given, ClipGrad):
+            given = validate(ClipGrad, given, f"{self.where}.clip_grad").check(f"{self.where}.clip_grad")
+        self._clip_grad = given
+
     accumulate: int = property(attrgetter("_accumulate"), _set_accumulate, doc="Micro-batches of an update.")  # type: ignore[assignment]
+    clip_grad: Any = property(
+        attrgetter("_clip_grad"),
+        lambda self, given: self._set_clip_grad(given),
+        doc="A hook may set another, also a dict or None.",
+    )
+    # MMEngine's names, which a hook may set.
+    accumulative_counts = _accumulative_counts = accumulate
+    clip_grad_kwargs = clip_grad
 
     # Called by the strategy, in this order
 

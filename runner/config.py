@@ -22,7 +22,7 @@ from ..core.comm.agreement import first_difference
 from ..core.hugging_face.pretrained import Pretrained
 from ..core.model.base_model import BaseTTAModel, overrides
 from ..optim.schedulers import check_param_schedulers
-from ..optim.schedulers.replay import before_the_warm_up_ends, unlike_the_run
+from ..optim.schedulers.replay import TYPE, before_the_warm_up_ends, sets_initial_values, settings, unlike_the_run
 from ..optim.wrapper import OptimWrapper
 from ..optim.wrapper_dict import OptimWrapperDict, build_optim_wrapper, guard_updates
 from ..strategies.base import Strategy
@@ -375,14 +375,7 @@ def doubts(
     optim: OptimWrapper | OptimWrapperDict,
     schedulers: Mapping[str, Sequence[Any]],
 ) -> Iterator[str]:
-    """Yield a line for each such key, to be logged before training; the run is as configured all the same.
-
-    Args:
-        config: the checked configuration.
-        loop: the training loop.
-        optim: the built wrapper.
-        schedulers: the schedulers of each optimizer, by its name.
-    """
+    """Yield a line for each such key, to be logged before training; the run is as configured all the same."""
     param_scheduler = config.given["param_scheduler"]
     if config.validates and config.train is not None:
         yield from _of_validation(config.train.arguments, loop)
@@ -390,6 +383,8 @@ def doubts(
     yield from _of_learning_rates(optim, schedulers)
     if any(schedulers.values()) and not any(isinstance(hook, ParamSchedulerHook) for hook, _ in config.hooks):
         yield "param_scheduler: has no effect unless a hook of yours steps it, default_hooks.param_scheduler is None"
+    if (scale := config.options.auto_scale_lr) is not None and scale.enable:
+        yield from _of_scaled_rates(param_scheduler, schedulers)
     for name, group in schedulers.items():
         by_name = bool(name) and isinstance(param_scheduler, Mapping) and "type" not in param_scheduler
         given = param_scheduler[name] if by_name and name in param_scheduler else param_scheduler
@@ -401,6 +396,18 @@ def doubts(
                 yield f"{key}.{sentence}"
         for i, sentence in before_the_warm_up_ends(group) if group else ():
             yield f"{where}[{i}].{sentence}"
+
+
+def _of_scaled_rates(given: Any, schedulers: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+    every = [settings(scheduler) for group in schedulers.values() for scheduler in group]
+    own = [each[TYPE] for each in every if sets_initial_values(each)]
+    if own and "one_cycle" not in repr(
+        given
+    ):  # the schedule of that name has the peak from the optimizer, whose rate is scaled
+        yield (
+            f"auto_scale_lr: does not scale {own[0]}, whose rates are its own arguments; scale these, or give "
+            'param_scheduler="one_cycle", whose peak is the optimizer\'s rate'
+        )
 
 
 def _of_validation(cfg: Mapping[str, Any], loop: TrainingProgress) -> Iterator[str]:

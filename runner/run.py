@@ -30,6 +30,8 @@ class TrainingProgress(Protocol):
     data: TrainData
     start_iter: int
     """Updates that were completed when this process started."""
+    before_first: Callable[[], object]
+    """Called once, before the first update and behind the hooks of what it begins."""
 
     @property
     def epoch(self) -> int: ...

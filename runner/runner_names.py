@@ -171,7 +171,9 @@ class RunnerNames:
     max_epochs: int = _reads("train_loop.max_epochs", "Total number of epochs.")
     max_iters: int = _reads("train_loop.max_iters", "Total number of updates.")
     reporters: list[Reporter] = _reads("visualizer.reporters", "The reporters of ``visualizer``.")
-    hooks: list[Hook] = _reads("hook_calls.hooks", "The hooks in the order in which they run.")
+    hooks: tuple[Hook, ...] = _reads(
+        "hook_calls.hooks", "The hooks in the order in which they run; ``register_hook`` adds one."
+    )
 
     @property
     def checkpoint_dir(self: Run) -> Path:
@@ -252,8 +254,19 @@ class RunnerNames:
     outline: ModelOutline = _reads(
         "_parts.outline", "How many parameters the parts of the model have; after the model was set up."
     )
-    optim_wrapper: OptimWrapper | OptimWrapperDict | None = _of_parts(
-        "optim_wrapper", "The optimizer wrapper, or several of them; None without training."
+
+    def _set_optim_wrapper(self, wrapper: Any) -> None:
+        if getattr(self._parts.train_loop, "has_begun", False) and wrapper is not self._parts.optim_wrapper:
+            raise ConfigError(
+                "runner.optim_wrapper: cannot be replaced now, the training loop makes its updates with the one that it has begun with; "
+                "change that one's param_groups, or end this run, and load its weights in another one"
+            )
+        self._parts.optim_wrapper = wrapper
+
+    optim_wrapper: OptimWrapper | OptimWrapperDict | None = property(  # type: ignore[assignment]
+        attrgetter("_parts.optim_wrapper"),
+        _set_optim_wrapper,
+        doc="The optimizer wrapper, or several of them; None without training.",
     )
     schedulers: dict[str, list[Any]] = _reads(
         "_parts.schedulers", "The parameter schedulers of each optimizer, by its name."

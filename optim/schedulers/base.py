@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...core.base.errors import CheckpointError, ConfigError, suggest
+from ...core.base.errors import CheckpointError, ConfigError, counted, suggest
 
 # StepOrder: notices a scheduler that steps before its optimizer has made an update.
 
@@ -157,6 +157,12 @@ class ParamScheduler:
             self._order = None
         if self.begin <= self._global_step < self.end:
             self.last_step += 1
+            if len(self.base_values) != len(self.optimizer.param_groups):
+                raise ConfigError(
+                    f"{type(self).__name__}: began with {counted(len(self.base_values), 'parameter group')}, and the optimizer has "
+                    f"{len(self.optimizer.param_groups)} now; give all groups from the start, with frozen parameters if they are to be "
+                    "trained later"
+                )
             for group, value in zip(self.optimizer.param_groups, self._get_value(), strict=True):
                 self._write(group, value)
         self._last_value = self._values()

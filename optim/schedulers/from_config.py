@@ -177,7 +177,7 @@ def build_param_schedulers(
         optimizer: an OptimWrapper or a torch optimizer.
         epoch_length: iterations per epoch, needed for ``convert_to_iter_based``.
         max_epochs: default ``end`` of epoch-based schedulers.
-        max_iters: default ``end`` of iteration-based schedulers.
+        max_iters: default ``end`` of iteration-based schedulers; without ``max_epochs``, also of those that are converted.
         where: the configuration key, for messages.
 
     Raises:
@@ -196,7 +196,9 @@ def build_param_schedulers(
             schedulers += build_param_schedulers(parts, optimizer, epoch_length=None, max_iters=max_iters, where=key)
             continue
         kind, options, convert = _resolve(cfg, key)
-        end = max_epochs if options.get("by_epoch", True) else max_iters
+        end: float | None = max_epochs if options.get("by_epoch", True) else max_iters
+        if convert and end is None and max_iters is not None and epoch_length:
+            end = (max_iters + 1e-3) / epoch_length  # the conversion rounds down, to max_iters
         _set_end(options, end, key)
         if convert and epoch_length is None:
             raise ConfigError(f"{key}.convert_to_iter_based: needs the length of an epoch, the data loader has none")
@@ -259,7 +261,7 @@ def check_param_schedulers(
     return checked
 
 
-def _set_end(options: dict[str, Any], end: int | None, where: str) -> None:
+def _set_end(options: dict[str, Any], end: float | None, where: str) -> None:
     """Let a schedule without an ``end`` of its own end with training.
 
     Raises:
@@ -270,7 +272,7 @@ def _set_end(options: dict[str, Any], end: int | None, where: str) -> None:
     begin = options.get("begin", 0)
     if isinstance(begin, (int, float)) and begin >= end:
         raise ConfigError(
-            f"{where}.begin: {begin} is not allowed, training ends at {end} and the schedule would never act; give less, or "
+            f"{where}.begin: {begin} is not allowed, training ends at {end:.4g} and the schedule would never act; give less, or "
             "train longer"
         )
     options["end"] = end

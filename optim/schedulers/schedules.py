@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from ...core.base.errors import ConfigError, suggest
 from ...core.base.registry import PARAM_SCHEDULERS
-from .base import LRScheduler, MomentumScheduler, ParamScheduler, SchedulerT
+from .base import LRScheduler, MomentumScheduler, ParamScheduler, SchedulerT, logger
 
 # No `from __future__ import annotations` here; base.py gives the reason.
 
@@ -270,6 +270,12 @@ class OneCycleParamScheduler(ParamScheduler):
         peaks = self.eta_max if isinstance(self.eta_max, (list, tuple)) else [self.eta_max] * len(groups)
         self._require(len(peaks) == len(groups), "eta_max", f"a number, or one for each of the {len(groups)} groups")
         self._require(all(peak > 0 for peak in peaks), "eta_max", "a positive number")
+        rates = sorted({float(group["lr"]) for group in groups})
+        if peaks is not self.eta_max and len(rates) > 1:
+            logger.warning(
+                f"{self._where('eta_max')}: {self.eta_max} is the peak of all {len(groups)} groups, so their learning rates, {rates[0]:g} to "
+                f"{rates[-1]:g} by paramwise_cfg or lr_mult, have no effect; give a list with a peak for each group"
+            )
         if self.last_step == -1:
             for group, peak in zip(groups, peaks, strict=True):
                 group["initial_lr"] = peak / self.div_factor

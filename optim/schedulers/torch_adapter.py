@@ -84,14 +84,18 @@ class TorchScheduler(ParamScheduler):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; the learning rates themselves are restored with the optimizer's state."""
+        regrouped = state["base_values"] != self.base_values
         super().load_state_dict(state)
         inner, self._inner = vars(self).pop("inner"), None
         if inner is not None:
             # torch's constructor sets learning rates, which are restored already, so it gets copies of the groups.
             copies = _copies(self.optimizer.param_groups)
             started = self._start(copies, last_step=-1)
-            bases = [group["initial_lr"] for group in self.optimizer.param_groups]
-            started.load_state_dict({**started.state_dict(), **inner, "base_lrs": bases})
+            if (
+                regrouped or "base_lrs" not in inner
+            ):  # a cycle among other schedules has changed the groups' initial values
+                inner = {**inner, "base_lrs": [group["initial_lr"] for group in self.optimizer.param_groups]}
+            started.load_state_dict({**started.state_dict(), **inner})
             for group, copied in zip(self.optimizer.param_groups, copies, strict=True):
                 for name in copied.keys() - group.keys():
                     group[name] = copied[name]

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
 
 from ...core.base.errors import CheckpointError, ConfigError, StrategyError, suggest
 from ...core.base.registry import HOOKS
 from ...core.base.tensors import is_quantised
-from ...core.torch_compat.torch_private import foreach_copy_, foreach_lerp_
+from ...core.torch_compat.torch_private import foreach_copy_, foreach_lerp_, storage_key
 from ...strategies.parts import computed_with, elsewhere, left_out, take_written
 from .hook import Hook
 
@@ -32,11 +33,13 @@ class WeightAverage:
 
     Args:
         tensors: the live tensors by name; they stay the same objects while the model trains.
+        owners: of buffers among them, the module and the name there, for code that assigns new ones.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], owners: Mapping[str, tuple[Module, str]] | None = None) -> None:
         self._names = list(tensors)
-        self._model = [tensor.detach() for tensor in tensors.values()]
+        self._model = list(tensors.values())
+        self._owned = [(i, *owners[name]) for i, name in enumerate(self._names) if name in (owners or {})]  # type: ignore[index]
         with torch.no_grad():
             # With a momentum of 1e-4 every change would be lost in the rounding of a half-precision average.
             self._averages = [
@@ -57,11 +60,13 @@ class WeightAverage:
     @torch.no_grad()
     def copy_from_model(self) -> None:
         """Make the averages equal to the weights."""
+        self._follow()
         _copy(self._averages, self._model)
 
     @torch.no_grad()
     def lerp_to_model(self, weight: float) -> None:
         """Move the averages towards the weights by the share ``weight`` of the distance."""
+        self._follow()
         move_towards(self._averages, self._model, weight)
 
     @torch.no_grad()
@@ -77,6 +82,7 @@ class WeightAverage:
     def swap_in(self) -> None:
         """Put the averages into the model; no effect if they are there already."""
         if self._own is None:
+            self._follow()
             own = [tensor.clone() for tensor in self._model]
             _copy(self._model, self._averages)
             self._own = own
@@ -87,6 +93,20 @@ class WeightAverage:
         if self._own is not None:
             _copy(self._model, self._own)
             self._own = None
+
+    def _follow(self) -> None:
+        for i, module, name in self._owned:
+            self._model[i] = module.get_buffer(name)
+
+
+def following(strategy: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with the model's parameters in place of their views: code may give a parameter other memory, ``p.data = ...``."""
+    own = {_place(parameter): parameter for parameter in strategy.module.parameters() if type(parameter) is Parameter}
+    return {name: own.get(_place(each), each) if type(each) is Tensor else each for name, each in tensors.items()}
+
+
+def _place(tensor: Tensor) -> tuple[int, int, tuple[int, ...]]:
+    return storage_key(tensor), int(tensor.storage_offset()), tuple(tensor.shape)
 
 
 def _copy(to: list[Tensor], source: list[Tensor]) -> None:
@@ -181,18 +201,33 @@ class EMAHook(Hook):
         self.begin_iter = begin_iter
         self.begin_epoch = begin_epoch
         self.update_buffers = update_buffers
-        self.momentum = momentum
         self._ema_type = ema_type
-        self._weight = _weight_of(ema_type, momentum, gamma, interval)
-        self._interval = interval
+        self._annealing, self._interval = gamma, interval
+        self.momentum = momentum
         self._average: WeightAverage | None = None
         self._updates = 0
         self._made_way = False  # for a save in the course of validation or testing
 
+    @property
+    def momentum(self) -> float | None:
+        """Weight of the newest weights in the average; None: the default. Another hook may set it in the course of training."""
+        return self._momentum
+
+    @momentum.setter
+    def momentum(self, momentum: float | None) -> None:
+        self._weight = _weight_of(self._ema_type, momentum, self._annealing, self._interval)
+        self._momentum = momentum
+
     def before_run(self, runner: Run) -> None:
         """Allocate the averages; they have no meaning before the first update."""
         if self._average is None:
-            self._average = WeightAverage(_averaged(runner, self.update_buffers))
+            owners = {
+                f"{prefix}.{name}" if prefix else name: (module, name)
+                for prefix, module in runner.strategy.module.named_modules()
+                for name, _ in (module.named_buffers(recurse=False) if self.update_buffers else ())
+            }
+            averaged = _averaged(runner, self.update_buffers)
+            self._average = WeightAverage(following(runner.strategy, averaged), owners)
 
     def before_train(self, runner: Run) -> None:
         """Check that the average starts before training ends; training from iteration 0 starts a new average."""
@@ -451,7 +486,7 @@ class TeacherHook(Hook):
             StrategyError: the strategy lays the two parts out differently.
         """
         names = self._names(runner)
-        tensors = computed_with(runner.strategy)
+        tensors = following(runner.strategy, computed_with(runner.strategy))
         self._weights = [
             self._pair(name, tensors[name], tensors.get(self.student + name.removeprefix(self.teacher)))
             for name in names

@@ -355,7 +355,7 @@ class HookDispatcher:
     through ``call``. Registering a hook makes new tuples, so a loop looks them up again at every epoch.
 
     Attributes:
-        hooks: the hooks in the order in which they run at every hook point.
+        hooks: the hooks in the order in which they run at every hook point; no list, which code would add to in vain.
     """
 
     def __init__(self, hooks: Iterable[Hook] = ()) -> None:
@@ -395,7 +395,7 @@ class HookDispatcher:
         self._join()
 
     def _join(self) -> None:
-        self.hooks = [hook for _, hook, _ in self._entries]
+        self.hooks = tuple(hook for _, hook, _ in self._entries)
         self._table = _Table(
             {point: tuple(call for *_, own in self._entries for call in own[point]) for point in POINTS}
         )

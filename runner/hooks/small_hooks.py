@@ -9,6 +9,7 @@ from ...core.base.errors import ConfigError
 from ...core.base.registry import HOOKS, MODELS
 from ...core.device.device import empty_cache
 from ...core.model.base_model import BaseTTAModel
+from ...optim.wrapper import StepInfo
 from ...strategies.parts import average_buffers, check_replicas, keep_own_buffers
 from ..data.samplers import tell_loader_epoch
 from .early_stopping import says_greater
@@ -110,6 +111,10 @@ class DistSamplerSeedHook(Hook):
 # ParamSchedulerHook: steps learning rate and momentum schedulers.
 
 
+_MADE = StepInfo()
+"""What is known of a step of a torch optimizer, which a scheduler of the user's may have in place of the wrapper."""
+
+
 @HOOKS.register_module()
 class ParamSchedulerHook(Hook):
     """Steps the parameter schedulers: by iteration, by epoch, or by the metrics of a validation.
@@ -120,6 +125,8 @@ class ParamSchedulerHook(Hook):
 
     priority = "LOW"
     _loop: Any = None
+    _lists: Sequence[Sequence[Any]] = ()
+    _number = 0
     _by_iter: Sequence[Any] = ()
     _by_epoch: Sequence[Any] = ()
     _iter = _epoch = 0  # those after which the schedulers have stepped
@@ -140,7 +147,7 @@ class ParamSchedulerHook(Hook):
         if self._loop is None:
             return []
         done, loop = self._loop.state_dict(), self._loop
-        skipped = any(scheduler.optimizer.last_step.skipped for scheduler in self._by_iter)
+        skipped = any(getattr(each.optimizer, "last_step", _MADE).skipped for each in self._by_iter)
         due = {
             "iter": done["iter"] > max(loop.iter, self._iter) and bool(self._by_iter) and not skipped,
             "epoch": loop.by_epoch and done["epoch"] > max(loop.epoch, self._epoch) and bool(self._by_epoch),
@@ -154,10 +161,11 @@ class ParamSchedulerHook(Hook):
 
     def before_train(self, runner: Run) -> None:
         """Sort the schedulers into those by iteration and those by epoch."""
-        given = runner.param_schedulers or []
-        schedulers = [s for group in given.values() for s in group] if isinstance(given, Mapping) else list(given)
-        self._by_iter = [scheduler for scheduler in schedulers if not scheduler.by_epoch]
-        self._by_epoch = [scheduler for scheduler in schedulers if scheduler.by_epoch]
+        given = runner.param_schedulers
+        self._lists = list(given.values()) if isinstance(given, Mapping) else [] if given is None else [given]
+        schedulers = [scheduler for group in self._lists for scheduler in group]
+        self._number = len(schedulers)
+        self._by_iter, self._by_epoch = ([s for s in schedulers if bool(s.by_epoch) is unit] for unit in (False, True))
         self._loop, self._iter, self._epoch = runner.train_loop, runner.iter, runner.epoch
         if self._by_epoch:
             self._warn_of_rules(runner)
@@ -182,8 +190,10 @@ class ParamSchedulerHook(Hook):
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
         """Step the schedulers that count iterations."""
+        if sum(map(len, self._lists)) != self._number:  # a hook has added one
+            self.before_train(runner)
         for scheduler in self._by_iter:
-            if not scheduler.optimizer.last_step.skipped:
+            if not getattr(scheduler.optimizer, "last_step", _MADE).skipped:
                 scheduler.step()
         self._iter += 1
 
@@ -204,11 +214,11 @@ class ParamSchedulerHook(Hook):
 
     def after_train(self, runner: Run) -> None:
         """Leave training: a later validation must not step schedulers."""
-        self._by_iter, self._by_epoch, self._loop = (), (), None
+        self._lists, self._number, self._by_iter, self._by_epoch, self._loop = (), 0, (), (), None
 
     def on_exception(self, runner: Run, exception: BaseException) -> None:
         """Leave training: a later validation must not step schedulers."""
-        self._by_iter, self._by_epoch, self._loop = (), (), None
+        self._lists, self._number, self._by_iter, self._by_epoch, self._loop = (), 0, (), (), None
 
 
 # CheckReplicasHook: compares replicas of the model's tensors while training goes on.

@@ -43,6 +43,8 @@ class TrainLoop(BaseLoop):
     """
 
     by_epoch: bool = True
+    before_first: Callable[[], object] = bool  # which does nothing
+    _has_told_mode = False
 
     def __init__(
         self,
@@ -94,6 +96,11 @@ class TrainLoop(BaseLoop):
     def iter(self) -> int:
         """Updates completed."""
         return self._iter
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this process has begun with an update."""
+        return self._is_checked
 
     @property
     def position(self) -> int:
@@ -217,12 +224,15 @@ class TrainLoop(BaseLoop):
         if not self._is_checked:
             self._is_checked = True
             runner.stepper.check(window, self.data.counted)
+            self.before_first()
             if "transformers" in sys.modules:  # of whose models it is known
                 self._tell_large_logits(window[0])
             shards = runner.strategy.topology.data.count
             self._means = UnequalMeans(shards) if shards > 1 or len(window) > 1 else None
         for hook in hooks.before_train_iter:
             hook(runner, idx, data_batch)
+        if not runner.stepper.module.training:
+            self._tell_mode()
         if self._means is not None and self.data.counted is None and not self._means.look(runner.stepper, window):
             self._means = None
         outputs = self._update(data_batch)
@@ -231,6 +241,14 @@ class TrainLoop(BaseLoop):
         self._iter = self._done
         if runner.stop_check is not None and not self.has_own_methods:
             runner.stop_check("update")
+
+    def _tell_mode(self) -> None:
+        if not self._has_told_mode:
+            self._has_told_mode = True
+            self._runner.logger.warning(
+                f"model: is in evaluation mode in the update after iteration {self._done}, so it trains without dropout, and batch "
+                "normalisation with the statistics so far; a hook that calls eval() has to call train() again"
+            )
 
     def _tell_large_logits(self, batch: Any) -> None:
         from ..transforms.chunked_loss import large_logits
@@ -528,16 +546,21 @@ class IterBasedTrainLoop(TrainLoop):
             run_iter(self._done, batch)
             self._iter = self._done  # a subclass's own may leave the counting to the loop
             self.validate(self._iter)
-            if self.stop_training:
+            if self.stop_training or self._done >= self._max_iters:  # a hook may have set another end
                 return
 
     def batches(self) -> Iterator[Any]:
         """See TrainLoop; those of all passes over the data that are left. An InfiniteSampler's pass never ends."""
         while self._done < self._max_iters:
             if self._jump():
-                yield from self._due(self._inner + self._max_iters - self._done)
+                stop = self._inner + self._max_iters - self._done
+                yield from self._due(stop)
                 if self._inner == 0:
                     raise self.data.no_batch()
+                if (
+                    self._inner == stop != self.data.length(self._epoch)
+                ):  # if a hook has set a later end, the pass goes on
+                    continue
             else:
                 self.data.pass_over(self._epoch, self._inner)
             if self._done < self._max_iters:

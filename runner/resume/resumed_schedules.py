@@ -26,6 +26,7 @@ from ...optim.schedulers.replay import (
     shown,
     value_of,
 )
+from ...optim.schedulers.torch_adapter import TorchScheduler
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -316,8 +317,16 @@ def load_schedulers(
                 "of them or none"
             )
         anew = _judge_anew(then.get(name, []), [settings(each) for each in group]) if then is not None else []
+        has_cycle = any(sets_initial_values(settings(each)) for each in group)
         for number, (scheduler, state) in enumerate(zip(group, states, strict=True)):
+            own = scheduler.base_values
             scheduler.load_state_dict({**state, "best": None, "num_bad_epochs": 0} if number in anew else state)
+            if (
+                has_cycle and own != state["base_values"]
+            ):  # the groups have the initial value of the last cycle, and not the others'
+                scheduler.base_values = own
+                if isinstance(scheduler, TorchScheduler):
+                    scheduler.start_from(own)
             if not resumes_optimizer:
                 scheduler.set_values(state["values"], state["base_values"])
     for scheduler in [each for group in runner.schedulers.values() for each in group]:
@@ -372,6 +381,26 @@ def check_optimizer(runner: Run, values: Mapping[str, Any]) -> None:
 def frozen(runner: Run) -> list[str]:
     """Return the names of this process's frozen parameters, of which a checkpoint has no settings."""
     return sorted(name for name, parameter in runner.strategy.parameters() if not parameter.requires_grad)
+
+
+def tell_frozen(runner: Run, then: Any) -> None:
+    """Warn if other parameters are frozen than in the checkpoint, as after a hook that has frozen some in the middle of training.
+
+    Args:
+        then: the names that were frozen; something else in older checkpoints.
+    """
+    if not isinstance(then, list) or runner.stepper.custom_train:  # a train_step may change it in each update
+        return
+    every, now = {name for name, _ in runner.strategy.parameters()}, set(frozen(runner))
+    for what, names in (
+        ("is trained now, and was frozen", every.intersection(then) - now),
+        ("is frozen now, and was trained", now.difference(then)),
+    ):
+        if names:
+            runner.logger.warning(
+                f"{min(names)} ({counted(len(names), 'parameter')}) {what} when the checkpoint was saved, which keeps no requires_grad: a hook "
+                "that changes it in the middle of training has to do so again when a run goes on"
+            )
 
 
 def _check_settings(then: Mapping[str, Any], now: Mapping[str, Any], frozen_then: Collection[str]) -> None:

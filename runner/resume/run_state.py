@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -62,6 +63,7 @@ from .resumed_schedules import (
     load_schedulers,
     scheduler_states,
     schedules_anew,
+    tell_frozen,
     telling_what_differs,
 )
 from .weights import (
@@ -437,6 +439,7 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
             strategy.load({**plain_values, **template})
             if options.optimizer and runner.optim_wrapper is not None:
                 check_optimizer(runner, values)
+                loop.before_first = partial(tell_frozen, runner, values.get(FROZEN))
                 runner.optim_wrapper.load_plain_values(values["optim.wrapper"])
         if options.param_scheduler:
             with piece(path, "scheduler", "param_scheduler"):

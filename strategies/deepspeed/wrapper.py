@@ -457,6 +457,13 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         """At stage 2: let the engine send parameters with gradient hooks when these were called."""
         cast(Any, self._update).send_last(hooks)
 
+    def _set_clip_grad(self, given: ClipGrad | dict[str, Any] | None) -> None:
+        if self._engine is not None:
+            raise StrategyError(
+                f"{self.where}.clip_grad: DeepSpeed's engine has begun with it, and keeps it; end this run, and resume it with another"
+            )
+        super()._set_clip_grad(given)
+
     def clip_by(self, max_norm: float) -> None:
         """Clip gradients by their total norm."""
         self.clip_grad = ClipGrad(max_norm=max_norm)

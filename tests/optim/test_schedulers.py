@@ -180,6 +180,15 @@ def test_one_cycle_takes_a_peak_for_each_group() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.2])
 
 
+def test_one_cycle_tells_that_one_peak_makes_groups_equal(caplog: pytest.LogCaptureFixture) -> None:
+    """As in MMEngine, ``lr_mult`` of paramwise_cfg is lost then."""
+    for optimizer, peak in ((sgd(0.1, 0.2), [1.0, 2.0]), (sgd(0.1, 0.1), 1.0), (sgd(0.1, 0.2), 1.0)):
+        assert not caplog.messages
+        library.OneCycleLR(optimizer, eta_max=peak, end=20)
+    (line,) = caplog.messages
+    assert "eta_max: 1.0 is the peak of all 2 groups, so their learning rates, 0.1 to 0.2 by paramwise_cfg" in line
+
+
 def test_last_step_goes_on_inside_the_window() -> None:
     optimizer = sgd()
     optimizer.param_groups[0]["initial_lr"] = 0.1

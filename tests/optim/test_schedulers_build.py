@@ -52,6 +52,16 @@ def test_end_is_that_of_the_training_when_it_is_not_given(cfg: dict[str, Any], e
     assert build(cfg, max_epochs=12, max_iters=99)[0].end == end
 
 
+@pytest.mark.parametrize("length", [7, 10, 49, 120])
+def test_a_converted_schedule_ends_with_a_training_by_iterations(length: int) -> None:
+    """It had no end: PolyLR and LinearLR then stay where they begin."""
+    for total in range(1, 120):
+        cfg = dict(type="PolyLR", convert_to_iter_based=True)
+        assert build(cfg, epoch_length=length, max_iters=total)[0].end == total
+    with pytest.raises(ConfigError, match=r"param_scheduler.begin: 12 is not allowed, training ends at 9.9 and"):
+        build(dict(type="PolyLR", begin=12, convert_to_iter_based=True), epoch_length=10, max_iters=99)
+
+
 def test_end_is_open_when_the_training_has_none() -> None:
     assert build("LinearLR")[0].end == library.INF
     assert build(dict(type="LinearLR", convert_to_iter_based=True))[0].end == library.INF

@@ -214,6 +214,31 @@ def test_non_finite_gradients_raise_on_request() -> None:
     close(weights(model), before)
 
 
+@pytest.mark.parametrize("name", ["clip_grad", "clip_grad_kwargs"])
+def test_clipping_may_be_changed_between_updates(name: str) -> None:
+    model, other = net(), net()
+    wrapper, expected = built(model, clip_grad=dict(max_norm=100.0)), built(other, clip_grad=dict(max_norm=0.05))
+    setattr(wrapper, name, dict(max_norm=0.05))
+    for each, its in ((model, wrapper), (other, expected)):
+        train(each, its, [[batch(4)], [batch(4, 2)]])
+    close(weights(model), weights(other))
+    with pytest.raises(ConfigError, match=r"optim_wrapper.clip_grad.max_nrom: unknown key"):
+        setattr(wrapper, name, dict(max_nrom=1.0))
+    setattr(wrapper, name, None)
+    train(model, wrapper, [[batch(4)]])
+    assert wrapper.last_step.grad_norm is None
+
+
+@pytest.mark.parametrize("name", ["accumulate", "accumulative_counts", "_accumulative_counts"])
+def test_the_window_is_not_changed_while_a_loop_trains(name: str) -> None:
+    wrapper = built(net())
+    setattr(wrapper, name, 2)
+    assert wrapper.accumulate == 2
+    wrapper.begin(0, 2)
+    with pytest.raises(ConfigError, match=r"optim_wrapper.accumulate: 2 cannot become 4 now"):
+        setattr(wrapper, name, 4)
+
+
 def test_hooks_come_before_clipping() -> None:
     model = nn.Linear(2, 1, bias=False)
     wrapper = built(model, clip_grad=dict(max_norm=1.0))

@@ -21,7 +21,7 @@ from flextrain import (
 from flextrain.optim.schedulers import MultiStepLR
 from flextrain.runner.loops.train import EvalConfig, TrainConfig
 
-from .training import SGD, make_runner, refuses, validation
+from .training import SGD, At, make_runner, refuses, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 STEPS = dict(type="MultiStepLR", milestones=[1])
@@ -124,4 +124,16 @@ def test_a_model_that_cannot_train(tmp_path: Path) -> None:
 
     runner: FlexibleRunner = make_runner(tmp_path, model=Nothing())
     with pytest.raises(ConfigError, match="^model: Nothing has neither forward nor train_step, training needs"):
+        runner.train()
+
+
+def test_the_optimizer_of_a_training_is_not_replaced(tmp_path: Path) -> None:
+    """The loop went on with the one that it had, and checkpoints had the state of the other."""
+
+    def replace(runner: FlexibleRunner, *_: Any, **__: Any) -> None:
+        if runner.iter == 2:
+            runner.optim_wrapper = runner.build_optim_wrapper(dict(optimizer=dict(type="SGD", lr=0.1)))
+
+    runner = make_runner(tmp_path, custom_hooks=[At("after_train_iter", replace)])
+    with pytest.raises(ConfigError, match=r"runner.optim_wrapper: cannot be replaced now, the training loop"):
         runner.train()

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from flextrain import CheckpointError, FlexibleRunner
-from flextrain.optim.schedulers import ParamScheduler, build_param_schedulers
+from flextrain import CheckpointError, ConfigError, FlexibleRunner
+from flextrain.optim.schedulers import ExponentialLR, ParamScheduler, build_param_schedulers
 from flextrain.optim.schedulers.replay import GroupValues, adopt, changes, replay, settings
 from flextrain.runner.hooks import Hook
 
-from .training import At, Samples, SaveEvery, change_values, log_lines, make_runner, validation
+from .training import At, Net, Samples, SaveEvery, change_values, log_lines, make_runner, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -188,6 +188,93 @@ def test_an_equal_schedule_goes_on_as_it_was_left(tmp_path: Path, case: str) -> 
     rest = values_of(tmp_path / "rest", schedule, str(tmp_path / "run" / "iter_10"), warnings=lines)
     assert rest == {at: seen for at, seen in values.seen.items() if at >= 10}
     assert lines == []
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    "first",
+    [
+        dict(type="OneCycleLR", eta_max=0.3),
+        dict(type="CosineAnnealingLR", eta_min_ratio=0.1),
+        dict(type="LambdaLR", lr_lambda=lambda at: 1 / (at + 1)),
+    ],
+    ids=lambda first: str(first["type"]),
+)
+def test_a_schedule_before_a_cycle_goes_on_from_its_own_start(
+    tmp_path: Path, first: dict[str, Any], groups: int
+) -> None:
+    """The groups have the initial rate of the cycle, from which the schedule before it does not start."""
+    schedule = [first | dict(by_epoch=False, end=12), SECOND_CYCLE]
+    wrapper = dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9, weight_decay=0.1))
+    whole = values_of(tmp_path / "run", schedule, optim_wrapper=wrapper)
+    divided = wrapper | (dict(paramwise_cfg=dict(bias_decay_mult=0.5)) if groups == 2 else {})
+    rest = values_of(tmp_path / "rest", schedule, str(tmp_path / "run" / "iter_10"), optim_wrapper=divided)
+    for at in range(10, 21):
+        assert rest[at] == [pytest.approx(whole[at][0], rel=1e-12)] * groups
+
+
+@pytest.mark.parametrize("point", ["before_train", "after_train_iter", "before_train_epoch"])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_schedule_that_a_hook_adds_is_stepped(tmp_path: Path, point: str, by_name: bool) -> None:
+    """As in MMEngine; one that was added after the start of training stayed where it was."""
+
+    def add(runner: FlexibleRunner, *_: Any, **__: Any) -> None:
+        schedulers: Any = runner.param_schedulers["net"] if by_name else runner.param_schedulers
+        if runner.iter in (0, 7) and len(schedulers) < 2:
+            schedulers.append(ExponentialLR(schedulers[0].optimizer, gamma=0.5, by_epoch=False))
+
+    wrapper: Any = dict(optimizer=dict(type="SGD", lr=0.1))
+    schedule: Any = dict(type="StepLR", step_size=100)
+    values = Values()
+    runner = make_runner(
+        tmp_path,
+        model=Several if by_name else Net,
+        optim_wrapper=dict(net=wrapper) if by_name else wrapper,
+        param_scheduler=dict(net=schedule) if by_name else schedule,
+        custom_hooks=[values, At(point, add)],
+    )
+    runner.train()
+    assert [values.seen[at][0][0] for at in range(4)] == [0.1, 0.05, 0.025, 0.0125]
+
+
+def test_a_schedule_that_a_hook_adds_may_be_the_first_one_and_of_the_torch_optimizer(tmp_path: Path) -> None:
+    def add(runner: FlexibleRunner, *_: Any, **__: Any) -> None:
+        if runner.iter == 1:
+            inner = runner.optim_wrapper.optimizer  # type: ignore[union-attr]
+            runner.param_schedulers.append(ExponentialLR(inner, gamma=0.5, by_epoch=False))
+
+    values = Values()
+    runner = make_runner(
+        tmp_path,
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
+        custom_hooks=[values, At("after_train_iter", add)],
+    )
+    runner.train()
+    assert [values.seen[at][0][0] for at in range(4)] == [0.1, 0.1, 0.05, 0.025]
+
+
+class Several(Net):
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Any]:
+        losses = self(**data, mode="loss")
+        optim_wrapper["net"].update_params(losses["loss"])
+        return losses  # type: ignore[no-any-return]
+
+
+def test_a_group_that_a_hook_adds_has_no_schedule(tmp_path: Path) -> None:
+    def add(runner: FlexibleRunner, *_: Any, **__: Any) -> None:
+        if runner.iter == 2:
+            runner.optim_wrapper.optimizer.add_param_group(dict(params=[torch.zeros(1)]))  # type: ignore[union-attr]
+
+    runner = make_runner(
+        tmp_path,
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
+        param_scheduler=STEP | dict(by_epoch=False),
+        custom_hooks=[At("before_train_iter", add)],
+    )
+    with pytest.raises(
+        ConfigError, match="StepLR: began with 1 parameter group, and the optimizer has 2 now; give all"
+    ):
+        runner.train()
 
 
 def test_the_second_resume_finds_the_new_schedule(tmp_path: Path) -> None:

@@ -260,3 +260,10 @@ def test_a_hook_shows_the_priority_that_it_was_given() -> None:
     dispatcher.register(own)
     assert [get_priority(hook.priority) for hook in dispatcher.hooks] == [Priority.VERY_HIGH, Priority.LOW]
     assert (given.priority, own.priority, Hook.priority) == (10, "LOW", "NORMAL")
+
+
+def test_hooks_are_added_by_register_hook_alone(new_run: Callable[..., FlexibleRunner]) -> None:
+    """What was appended to ``runner.hooks`` was never called, and what was removed was called on."""
+    runner = new_run()
+    with pytest.raises(AttributeError, match="append"):
+        runner.hooks.append(Hook())  # type: ignore[attr-defined]

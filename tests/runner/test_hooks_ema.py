@@ -92,6 +92,16 @@ def test_averages(runner: Any, options: dict[str, Any], weights: list[float | No
     assert list(Stage(runner, **options).updates(VALUES)) == pytest.approx(reference(weights), rel=1e-5)
 
 
+def test_another_hook_may_set_the_momentum(runner: Any) -> None:
+    stage = Stage(runner, momentum=0.5)
+    assert list(stage.updates([0.0, 8.0])) == [0.0, 4.0]
+    stage.hook.momentum = 0.25
+    assert list(stage.updates([8.0])) == [5.0]
+    with refuses(ConfigError, begins="EMAHook.momentum: 2 is not allowed"):
+        stage.hook.momentum = 2
+    assert stage.hook.momentum == 0.25
+
+
 def test_a_skipped_update_does_not_count(runner: Any) -> None:
     stage = Stage(runner, ema_type="StochasticWeightAverage")
     list(stage.updates([1.0, 3.0]))
@@ -135,6 +145,21 @@ def test_buffers_are_averaged_on_request(runner: Any, update_buffers: bool) -> N
     assert int(norm.num_batches_tracked) == 7  # type: ignore[arg-type]
     stage.hook.after_test_epoch(runner)
     assert float(norm.running_mean) == 8.0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("update_buffers", [False, True])
+def test_averages_follow_what_is_given_other_memory(runner: Any, update_buffers: bool) -> None:
+    """As by pruning, ``weight.data = weight.data * mask``, or a module that assigns its buffer anew in each forward."""
+    norm = nn.BatchNorm1d(1)
+    stage = Stage(runner, norm, momentum=0.5, update_buffers=update_buffers)
+    for value in (0.0, 8.0):
+        norm.weight.data, norm.running_mean = torch.zeros(1), torch.full((1,), value)
+        (seen,) = stage.updates([value])
+    assert seen == 4.0
+    stage.hook.before_test_epoch(runner)
+    assert float(norm.running_mean) == (4.0 if update_buffers else 8.0)
+    stage.hook.after_test_epoch(runner)
+    assert (float(norm.weight), float(norm.running_mean)) == (8.0, 8.0)
 
 
 def test_the_weights_come_back_bit_for_bit(runner: Any) -> None:

@@ -17,7 +17,7 @@ from flextrain.runner.hooks import Hook, TeacherHook
 from flextrain.strategies.parts import computed_with, take_written
 from flextrain.testing import WorkerGroup
 
-from .training import Samples, make_runner, refuses, whole
+from .training import At, Samples, make_runner, refuses, whole
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -82,6 +82,15 @@ def test_it_moves_once_per_update(tmp_path: Path, accumulate: int) -> None:
     optim = dict(optimizer=dict(type="AdamW", lr=0.02), accumulative_counts=accumulate)
     make_runner(tmp_path, **settings(custom_hooks=[hook(momentum=0.25), follow], optim_wrapper=optim)).train()
     assert follow.moved == 8 / accumulate
+
+
+def test_it_follows_weights_that_are_given_other_memory(tmp_path: Path) -> None:
+    def give(runner: Any, *_: Any, **__: Any) -> None:
+        for parameter in runner.strategy.module.parameters():
+            parameter.data = parameter.data * 0.9
+
+    hooks = [At("before_train", give, "HIGH"), hook(momentum=0.1), Follow([0.1])]
+    make_runner(tmp_path / "before", **settings(custom_hooks=hooks)).train()
 
 
 def test_the_share_falls_along_half_a_cosine(tmp_path: Path) -> None:

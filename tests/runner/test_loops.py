@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from flextrain import ConfigError, FlexibleRunner
 from flextrain.runner.hooks import POINTS, Hook
 
-from .training import SGD, Samples, Watch, make_runner, validation
+from .training import SGD, At, Samples, Watch, log_lines, make_runner, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -276,6 +276,16 @@ def test_rates_are_scaled_once_where_groups_share_a_tensor(tmp_path: Path) -> No
     assert [float(group["lr"]) for group in runner.optim_wrapper.param_groups] == pytest.approx([0.05] * 2)
 
 
+@pytest.mark.parametrize("schedule", [dict(type="OneCycleLR", eta_max=0.1, by_epoch=False), "one_cycle"])
+def test_rates_that_are_not_scaled_are_told(tmp_path: Path, schedule: Any) -> None:
+    scale = dict(enable=True, base_batch_size=16)
+    runner = make_runner(tmp_path, param_scheduler=schedule, auto_scale_lr=scale, log_level="WARNING")
+    with log_lines() as said:
+        runner.train()
+    lines = [line for line in said if line.startswith("auto_scale_lr: does not scale OneCycleLR")]
+    assert len(lines) == (schedule != "one_cycle")
+
+
 def test_intervals_count_updates(tmp_path: Path) -> None:
     default_hooks = dict(checkpoint=dict(interval=4, by_epoch=False, save_last=False))
     trained(tmp_path, 3, 2, 27, train_cfg=dict(by_epoch=False, max_iters=9), default_hooks=default_hooks)
@@ -294,6 +304,22 @@ def test_the_data_start_anew_when_they_end(tmp_path: Path) -> None:
     epochs = [list(chain(*watch.trained[7 * i : 7 * i + 7])) for i in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(26))
     assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("at, end", [(2, 5), (2, 12), (8, 12)])
+def test_a_hook_can_set_another_end(tmp_path: Path, at: int, end: int) -> None:
+    """As in MMEngine; a later end was that of another pass over the data, an earlier one was passed over."""
+
+    def set_end(runner: FlexibleRunner, *_: Any, **__: Any) -> None:
+        if runner.iter == at:
+            runner.train_loop._max_iters = end  # type: ignore[attr-defined]
+
+    watch, watch_whole = Watch(), Watch()
+    hooks = [At("after_train_iter", set_end), watch]
+    make_runner(tmp_path / "set", train_cfg=dict(by_epoch=False, max_iters=9), custom_hooks=hooks).train()
+    whole = make_runner(tmp_path / "whole", train_cfg=dict(by_epoch=False, max_iters=end), custom_hooks=[watch_whole])
+    whole.train()
+    assert watch.trained == watch_whole.trained
 
 
 def test_an_infinite_sampler_never_ends(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from flextrain import Engine, FlexibleRunner
 from flextrain.runner.hooks import Hook
 
-from .training import Accuracy, Net, Samples
+from .training import Accuracy, At, Net, Samples, log_lines
 
 SGD = dict(type="SGD", lr=0.1)
 
@@ -121,3 +121,20 @@ def test_a_part_that_a_hook_has_put_into_evaluation_mode_stays_so(tmp_path: Path
 def by_hand_without_dropout(model: Net) -> nn.Module:
     model.net[2].eval()
     return by_hand(model)
+
+
+@pytest.mark.parametrize("part", [True, False])
+def test_a_model_that_a_hook_leaves_in_evaluation_mode_is_told(tmp_path: Path, part: bool) -> None:
+    """As after predictions in a hook; the rest of the epoch, or of a run by iterations, was trained so without a word."""
+
+    def predict(runner: Any, *_: Any, **__: Any) -> None:
+        module = runner.strategy.module
+        (module.net[2] if part else module).eval()
+
+    with log_lines() as said:
+        run(tmp_path, Net(), custom_hooks=[At("after_train_iter", predict)])
+    lines = [line for line in said if "evaluation mode" in line]
+    assert len(lines) == (not part)
+    assert all(
+        "in evaluation mode in the update after iteration 1, so it trains without dropout" in one for one in lines
+    )

@@ -17,6 +17,7 @@ from flextrain.runner.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, H
 
 from .training import (
     SGD,
+    At,
     SaveEvery,
     change_values,
     differences,
@@ -539,3 +540,32 @@ def test_a_name_that_no_strategy_may_use(tmp_path: Path) -> None:
     says = 'Strays.state(): "rest" is no key for a strategy, name what is its own "optim.own.rest"'
     with refuses(StrategyError, exactly=says):
         runner.save_checkpoint(tmp_path, "saved")
+
+
+@pytest.mark.parametrize(
+    "at, frozen, says",
+    [
+        (2, False, "is trained now, and was frozen"),  # trained on without a word
+        (2, True, "is frozen now, and was trained"),
+        (None, False, ""),
+    ],
+)
+def test_what_a_hook_has_frozen_in_the_middle_is_told(tmp_path: Path, at: int | None, frozen: bool, says: str) -> None:
+    """A checkpoint keeps no requires_grad; a hook that sets it whenever an epoch begins does so in a resumed run too."""
+
+    def freeze(runner: FlexibleRunner, freezes: bool = True) -> None:
+        runner.strategy.module.net[0].requires_grad_(not freezes)  # type: ignore[index, union-attr]
+
+    def after(runner: FlexibleRunner, *_: Any, **__: Any) -> None:
+        if runner.iter == at:
+            freeze(runner, not frozen)
+
+    hooks = [At("before_train", freeze)] if frozen else []
+    hooks += [At("before_train_epoch", freeze)] if at is None else [At("after_train_iter", after)]
+    make_runner(tmp_path, custom_hooks=[*hooks, SaveEvery({5})]).train()
+    runner = make_runner(tmp_path, custom_hooks=hooks, resume=str(tmp_path / "iter_5"), log_level="WARNING")
+    with log_lines() as said:
+        runner.train()
+    told = [line for line in said if "requires_grad" in line]
+    assert len(told) == bool(says)
+    assert all(f"net.0.bias (2 parameters) {says} when the checkpoint was saved" in line for line in told)

@@ -505,6 +505,8 @@ def test_options_have_two_homes() -> None:
         found = run(Session(strategy, model, optim), [data(Mlp, 4)])
         assert found.trace.grad_norms[0] is not None
         assert strategy.precision_report().compute == (torch.bfloat16,)
+        with pytest.raises(StrategyError, match=r"optim_wrapper.clip_grad: DeepSpeed's engine has begun with it"):
+            optim.clip_grad = dict(max_norm=1.0)
 
 
 def test_inputs_are_cast_as_asked() -> None:
