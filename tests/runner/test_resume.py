@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
 from flextrain import FlexibleRunner, ResumeFrom, SingleDeviceStrategy
-from flextrain.runner.data.samplers import DefaultSampler
+from flextrain.runner.data.samplers import DefaultSampler, seed_own_generators
 from flextrain.strategies.parts import hooks_of
 
 from .training import (
@@ -107,6 +107,19 @@ class Outer(Dice):
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.inner)
+
+
+class Both(Dice):
+    """Gives what two samplers of torch give in turn, which have generators of their own."""
+
+    def __init__(self, dataset: Samples) -> None:
+        super().__init__(dataset)
+        self.half = self.length // 2
+        self.parts = [RandomSampler(range(self.half), generator=torch.Generator()) for _ in range(2)]
+
+    def __iter__(self) -> Iterator[int]:
+        for one, other in zip(*self.parts, strict=True):
+            yield from (one, self.half + other)
 
 
 class Counter(Dice):
@@ -298,6 +311,7 @@ CASES: dict[str, Changes] = {
     "loader-sampler-that-shuffles-in-place": loader(InPlace),
     "loader-sampler-that-counts-passes": with_(loader(CountsPasses), train_cfg=ITERATIONS),
     "loader-sampler-inside-of-another": loader(Outer),
+    "loader-sampler-over-two-with-generators": loader(Both),
     "loader-sampler-that-counts-in-an-object": loader(lambda dataset: Counter(dataset, SimpleNamespace(passes=0))),
     "loader-sampler-that-counts-by-an-iterator": loader(lambda dataset: Counter(dataset, itertools.count())),
     "loader-sampler-that-grows": loader(Grows),
@@ -389,6 +403,14 @@ def test_a_dtype_that_rounds_what_the_checkpoint_has_is_told(
     run(tmp_path / "rest", with_(model=now), resume=str(tmp_path / "whole" / "iter_4"), log_level="WARNING")
     said = capsys.readouterr().out
     assert ("iter_4: is rounded to bfloat16, model.net.0.weight (float32) and" in said) is is_told
+
+
+def test_samplers_beside_each_other_draw_apart() -> None:
+    both = Both(Samples(26))
+    seed_own_generators(both, 3)
+    one, other = (list(part) for part in both.parts)
+    assert sorted(one) == sorted(other) == list(range(13))
+    assert one != other
 
 
 @pytest.mark.parametrize("sampler, is_exact", [(InPlace, False), (Dice, True)])
