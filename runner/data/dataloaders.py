@@ -450,8 +450,8 @@ class TrainData:
         return window
 
     def pass_over(self, epoch: int, window: int) -> None:
-        """Leave out the rest of an epoch from a window on, before the next epoch is read: data in the middle of it are read to its end."""
-        if self._reader is not None and self._reader.is_placed:
+        """Leave out the rest of an epoch from a window on: data in the middle of it, or that count their passes, are read to its end."""
+        if self._reader is not None and (self._reader.is_placed or self._reader.keeps_position):
             for _ in self._batches(epoch, window, None):
                 heartbeat()
 
