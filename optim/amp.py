@@ -111,9 +111,15 @@ class LossScaler:
         return self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict``, which may come from another class of scaler."""
+        """Continue from ``state_dict``, which may come from another class of scaler; its settings hold, as those of an optimizer do."""
         needed = {key: state[key] for key in ("scale", "_growth_tracker")}
-        self._scaler.load_state_dict({**self._scaler.state_dict(), **state, **needed})
+        own = self._scaler.state_dict()
+        if other := [key for key in own if key not in needed and state.get(key, own[key]) != own[key]]:
+            settings = ", ".join(f"{key} {state[key]} instead of {own[key]}" for key in other)
+            _logger.warning(
+                f"The loss scale continues with the checkpoint's settings, not the configuration's: {settings}"
+            )
+        self._scaler.load_state_dict({**own, **state, **needed})
 
 
 @OPTIM_WRAPPERS.register_module()

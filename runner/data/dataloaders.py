@@ -295,7 +295,7 @@ class TrainData:
             return
         self._has_compared = True
         own = (length_of(self._dataset), self._own_length, self._deals, self._is_even, self.keeps_position)
-        begin = self._divided and self._divided.begin(order_seed(self.seed, 0))
+        begin = None if self._divided is None else self._divided.begin(order_seed(self.seed, 0))
         samples, lengths, deals, even, keeps_position, prints, begins = zip(
             *all_gather_object((*own, self.fingerprint, begin)), strict=True
         )
@@ -450,8 +450,8 @@ class TrainData:
         return window
 
     def pass_over(self, epoch: int, window: int) -> None:
-        """Leave out the rest of an epoch from a window on, before the next epoch is read: data in the middle of it are read to its end."""
-        if self._reader is not None and self._reader.is_placed:
+        """Leave out the rest of an epoch from a window on: data in the middle of it, or that count their passes, are read to its end."""
+        if self._reader is not None and (self._reader.is_placed or self._reader.keeps_position):
             for _ in self._batches(epoch, window, None):
                 heartbeat()
 
@@ -552,7 +552,9 @@ class TrainData:
 
         A sampler of the user's is taken through the passes before.
         """
-        if self._feed is not None and self._feed.make_former_passes(self.seed, epoch, self.diff_rank_seed):
+        if self._feed is not None and self._feed.make_former_passes(
+            self.seed, epoch, self.sampler_name, self.diff_rank_seed
+        ):
             passes = counted(epoch, "pass", "passes")
             logging.getLogger("flextrain").info(
                 f"train_dataloader: {self.sampler_name} changes in each of its passes, so the {passes} before are made again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import math
 import random
@@ -31,6 +32,7 @@ from .samplers import (
     chain_of,
     follows_span,
     held,
+    samplers_in,
     seed_own_generators,
     takes_epoch,
     tell_epoch,
@@ -172,7 +174,7 @@ class Feed:
     def _own_samplers(self) -> list[Any]:
         """Samplers of the user's, which may change from pass to pass."""
         batches = self.loader.batch_sampler
-        return [part for part in chain_of(self.sampler if batches is None else batches) if _is_users(part)]
+        return [part for part in samplers_in(self.sampler if batches is None else batches) if _is_users(part)]
 
     @property
     def by_position(self) -> bool:
@@ -203,7 +205,7 @@ class Feed:
         vars(self._dataset).update(epoch=epoch, dataset=self.loader.dataset, collate=self.loader.collate_fn)
         if self.repeatable is not None:
             self.repeatable.position(order, start, stop)
-            _BEGUN.update((id(part), ref(part)) for part in self._own_samplers)
+            self._note_pass(epoch)
         else:
             self.sampler.set_span(start, stop)
             if isinstance(self.sampler, DefaultSampler):  # which evaluation may use too
@@ -214,24 +216,44 @@ class Feed:
         self._turns.turns = turns
         return self._from_workers() if self._read.num_workers else iter(self._read)
 
-    def make_former_passes(self, seed: int, epochs: int, diff_shard_seed: bool = False) -> bool:
+    def _note_pass(self, epoch: int) -> None:
+        """Count a pass that samplers of the user's begin, and tell it to those inside of others too."""
+        for part in self._own_samplers:
+            tell_epoch(part, epoch)
+            if (known := _begun(part)) is None:
+                known = _BEGUN[id(part)] = _Begun(ref(part), epoch, _digest(part))
+            known.passes += 1
+
+    def make_former_passes(self, seed: int, epochs: int, name: str, diff_shard_seed: bool = False) -> bool:
         """Make the passes before a resumed one with samplers of the user's that change in them; return whether they do.
 
-        One may shuffle a list of its own in place, or count its passes. Samplers that this process has read know their passes.
+        One may shuffle a list of its own in place, or count its passes. Of one that has begun other passes in this process, a
+        warning says that they cannot be made again.
         """
-        if self.repeatable is None or any(_BEGUN.get(id(part), _nothing)() is part for part in self._own_samplers):
+        if self.repeatable is None or not self._own_samplers:
             return False
+        begun = [known for part in self._own_samplers if (known := _begun(part)) is not None]
+        if any(known.has_changed() for known in begun):
+            if any(known.passes != epochs for known in begun):
+                _logger.warning(
+                    f"train_dataloader: {name} has begun {counted(begun[0].passes, 'pass', 'passes')} in this process and changes in each, so "
+                    f"that pass {epochs + 1} cannot be made again: samples are lost or come twice; give every run a new one"
+                )
+            return False
+        for known in begun:
+            known.passes = 0
         apart = self.shard[0] if diff_shard_seed and not self._is_divided else 0
-        for epoch in range(epochs if self._own_samplers else 0):
+        for epoch in range(epochs):
             for part in self._own_samplers:
                 tell_epoch(part, epoch)
             before = [held(vars(part)) for part in self._own_samplers]
+            self._note_pass(epoch)
             self.repeatable.position(order_seed(seed, epoch) + apart, 0, None)
             for _ in self.repeatable:
                 heartbeat()
             if not epoch and before == [held(vars(part)) for part in self._own_samplers]:
                 return False
-        return bool(self._own_samplers)
+        return epochs > 0
 
     def close(self) -> None:
         """End workers that would be kept for the next epoch."""
@@ -319,12 +341,35 @@ class Feed:
         return map(loader.collate_fn, groups)
 
 
-_BEGUN: dict[int, Callable[[], Any]] = {}
-"""Weak references to samplers of the user's that were read in this process, by identity, because one may not be hashable."""
+@dataclass
+class _Begun:
+    """A sampler of the user's that was read in this process."""
+
+    sampler: Callable[[], Any]
+    """A weak reference."""
+    epoch: int
+    """What it was told before its first pass."""
+    first: str
+    """A digest of what it held then."""
+    passes: int = 0
+
+    def has_changed(self) -> bool:
+        """Whether it is another than before its first pass."""
+        tell_epoch(self.sampler(), self.epoch)
+        return _digest(self.sampler()) != self.first
 
 
-def _nothing() -> None:
-    return None
+_BEGUN: dict[int, _Begun] = {}
+"""Samplers of the user's that were read in this process, by identity, because one may not be hashable."""
+
+
+def _begun(sampler: Any) -> _Begun | None:
+    known = _BEGUN.get(id(sampler))
+    return known if known is not None and known.sampler() is sampler else None
+
+
+def _digest(sampler: Any) -> str:
+    return hashlib.sha256(repr(held(vars(sampler))).encode()).hexdigest()
 
 
 def _is_users(sampler: Any) -> bool:

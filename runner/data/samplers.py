@@ -13,14 +13,14 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import ChainDataset, ConcatDataset, Sampler, StackDataset, Subset
+from torch.utils.data import ChainDataset, ConcatDataset, Dataset, Sampler, StackDataset, Subset
 
 from ...core.base.errors import ConfigError, DataError, counted
 from ...core.base.overriding import overridden
 from ...core.base.registry import DATA_SAMPLERS
 from ...core.base.snapshot import Snapshot
 from ...core.comm.topology import Topology
-from ...core.random.generators import RandomStream
+from ...core.random.generators import RandomStream, nth_seed
 from ...core.random.permutation import Shuffled, Straight
 
 # Call ``set_epoch`` of datasets, samplers and dataloaders at the beginning of an epoch.
@@ -79,6 +79,18 @@ def chain_of(part: Any) -> Iterator[Any]:
     while part is not None:
         yield part
         part = getattr(part, "sampler", None)
+
+
+def samplers_in(part: Any) -> list[Any]:
+    """The chain of a sampler, and then those inside of them, whatever the names of the attributes, also in lists."""
+    found = [*chain_of(part)]
+    for one in found:  # which grows
+        for value in getattr(one, "__dict__", {}).values():
+            items = value if isinstance(value, (list, tuple)) else (value,)
+            for item in items if isinstance(next(iter(items), None), Sampler) else ():
+                if all(item is not other for other in found):
+                    found.append(item)
+    return found
 
 
 LARGE = 2**20
@@ -316,7 +328,10 @@ class DividedSampler(Sampler[Any]):
         return int(len(self.sampler) + count - 1 - (0 if self._fill else index)) // count
 
     def begin(self, seed: int) -> str:
-        """Return a digest of the first items of all processes together, without any effect on the sampler."""
+        """Return a digest of the first items of all processes together, without any effect on the sampler; empty where it has one."""
+        parts = (getattr(part, "__dict__", {}) for part in samplers_in(self.sampler))
+        if any(isinstance(kept, Iterator) for part in parts for kept in part.values()):
+            return ""  # nobody can set an iterator back
         before = Snapshot([self.sampler])
         order = Repeatable(self.sampler)
         order.position(seed, 0, _COMPARED)
@@ -344,31 +359,37 @@ def follows_span(sampler: object) -> bool:
 
 def seed_own_generators(sampler: Any, seed: int) -> None:
     """Seed the generators that a sampler keeps, and those of the samplers inside it; of one with a state only its ``generator``."""
-    for part in chain_of(sampler):
+    in_chain = len([*chain_of(sampler)])
+    for number, part in enumerate(samplers_in(sampler)):
+        own = seed if number < in_chain else nth_seed(seed, number) >> 1  # those beside each other draw apart
         others = () if hasattr(part, "load_state_dict") else getattr(part, "__dict__", {}).values()
         for generator in (getattr(part, "generator", None), *others):
             if isinstance(generator, torch.Generator):
-                generator.manual_seed(seed)
+                generator.manual_seed(own)
             elif isinstance(generator, np.random.Generator):
                 bits: Any = generator.bit_generator
-                bits.state = type(bits)(seed).state
+                bits.state = type(bits)(own).state
             elif isinstance(generator, (random.Random, np.random.RandomState)):
-                generator.seed(seed % 2**32)
+                generator.seed(own % 2**32)
 
 
-_DEPTH = 3  # attributes, lists, and lists in them, as buckets of indices
+_DEPTH = 4  # attributes, objects, lists, and lists in them, as buckets of indices
 
 
 def held(value: Any, depth: int = _DEPTH) -> Any:
-    """What a pass may change in a sampler's attribute: values, and what lists, dicts and arrays hold, in their order."""
+    """What a pass may change in a sampler's attribute: values, and what lists, dicts, arrays and objects hold, in their order."""
     if isinstance(value, dict):
         return [(key, held(item, depth - 1)) for key, item in value.items()] if depth else None
-    if isinstance(value, (list, tuple, deque)):
+    if isinstance(value, (list, tuple, deque, set)):
         return [held(item, depth - 1) for item in value] if depth else None
+    if isinstance(value, Iterator):
+        return repr(value) if isinstance(value, count) else object()  # nobody sees how far another one is
     if isinstance(value, np.ndarray):
         return value.tobytes()
     if isinstance(value, torch.Tensor):
         return value.tolist()
+    if depth and hasattr(value, "__dict__") and not isinstance(value, (type, Dataset, Sampler)) and not callable(value):
+        return held(vars(value), depth - 1)
     return value if isinstance(value, (bool, int, float, str)) else None
 
 

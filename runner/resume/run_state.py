@@ -404,6 +404,7 @@ def resume(runner: Run, path: Path, options: Resume) -> None:
         with piece(path, "optim", "optimizer"):
             template = strategy.template(saved)
     _tell_what_is_left(runner, path, saved, template)
+    _tell_what_is_rounded(runner, path, saved, template)
     absent = {f"model.{name}" for name in left_out(strategy)} - checkpoint.entries.keys()
     live = {key: tensor for key, tensor in _live_model(runner).items() if key not in absent}
     matched, _, report = match_weights(checkpoint, live, aliases(strategy))
@@ -468,6 +469,26 @@ def _tell_what_is_left(runner: Run, path: Path, saved: Mapping[str, Any], templa
         runner.logger.warning(
             f"{path}: {type(runner.strategy).__name__} does not take over {left[0]}{more}, which the strategy that saved it had of its own"
         )
+
+
+def _tell_what_is_rounded(runner: Run, path: Path, saved: Mapping[str, Any], template: Mapping[str, Any]) -> None:
+    """Warn if weights or moments have a dtype here that cannot hold what the checkpoint has."""
+    pairs = {
+        key: (getattr(saved.get(key), "dtype", None), getattr(own, "dtype", None)) for key, own in template.items()
+    }
+    rounded = [key for key, (there, here) in pairs.items() if there != here and _loses(there, here)]
+    if rounded:
+        there, here = (str(dtype).removeprefix("torch.") for dtype in pairs[rounded[0]])
+        more = f" and {counted(len(rounded) - 1, 'other tensor')}" if len(rounded) > 1 else ""
+        runner.logger.warning(
+            f"{path}: is rounded to {here}, {rounded[0]} ({there}){more}, because this run has another dtype than the one that saved it"
+        )
+
+
+def _loses(there: torch.dtype | None, here: torch.dtype | None) -> bool:
+    if there is None or here is None or not (there.is_floating_point and here.is_floating_point):
+        return False
+    return torch.finfo(there).eps < torch.finfo(here).eps or torch.finfo(there).max > torch.finfo(here).max
 
 
 def _wanted(runner: Run, options: Resume) -> Iterator[tuple[str | None, tuple[str, ...]]]:

@@ -91,6 +91,17 @@ def test_a_scale_that_is_loaded_before_the_first_forward_is_used() -> None:
     assert wrapper.plain_values()["scaler"]["scale"] == 32.0
 
 
+def test_settings_of_the_scale_that_the_checkpoint_has_otherwise_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """They hold, as those of an optimizer do; nobody would see it in the results."""
+    _, wrapper = alone(AmpOptimWrapper, dtype="float16", loss_scale=dict(growth_interval=100))
+    state = wrapper.plain_values()
+    for growth, said in ((100, ""), (7, "_interval 100 instead of 7")):
+        _, other = alone(AmpOptimWrapper, dtype="float16", loss_scale=dict(growth_interval=growth))
+        other.load_plain_values(state)
+        assert other.loss_scaler.get_growth_interval() == 100
+        assert caplog.text == "" if not said else said in caplog.text
+
+
 def test_a_strategy_may_still_choose_another_dtype() -> None:
     _, wrapper = alone(AmpOptimWrapper)
     assert (wrapper.loss_scaler, wrapper.cast_dtype) == (None, torch.bfloat16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from flextrain import ConfigError
 from flextrain.core.comm.collectives import get_rank
-from flextrain.runner.data.samplers import DefaultSampler
+from flextrain.runner.data.samplers import DefaultSampler, DividedSampler
 from flextrain.testing import WorkerError, WorkerGroup
 
 from .test_evaluation import evaluate
@@ -102,6 +102,14 @@ class Unseeded(Backwards):
         return iter(range(LENGTH)) if get_rank() else super().__iter__()
 
 
+class Endless(Sampler[int]):
+    """Pass after pass, and so without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from torch.randperm(LENGTH).tolist()
+
+
 class Mirrored(BatchSampler):
     """Batches of the user's."""
 
@@ -138,6 +146,7 @@ def source(kind: str, size: int, shard: bool | None = True) -> Any:
         "loader": lambda: dict(loader=DataLoader(Stream(), **common)),
         "function": lambda: dict(loader=own_function),
         "sampler": lambda: dict(dataset=samples, sampler=Backwards(), **common),
+        "endless": lambda: dict(dataset=samples, sampler=Endless(), **common),
         "unseeded": lambda: dict(dataset=samples, sampler=Unseeded(), **common),
         "batches": lambda: dict(dataset=samples, batch_sampler=Mirrored(weighted, size, False), collate_fn=default_collate),
         "weighted": lambda: dict(
@@ -186,6 +195,13 @@ def test_every_update_has_the_samples_that_one_process_takes(tmp_path: Path, wor
         assert list(chain(*alone)) != sorted(chain(*alone))
 
 
+def test_every_update_of_an_order_without_an_end(tmp_path: Path, workers2: WorkerGroup) -> None:
+    changes = dict(train_cfg=dict(by_epoch=False, max_iters=9))
+    parts = workers2.run(trained_on, str(tmp_path / "two"), "endless", **changes)
+    alone = trained(str(tmp_path / "one"), source("endless", 4), **changes)
+    assert [sorted(chain(*both)) for both in zip(*parts, strict=True)] == [sorted(update) for update in alone]
+
+
 def resumed(folder: str, kind: str) -> list[list[int]]:
     """What is trained on after the third of several updates."""
     trained_on(folder, kind, default_hooks=dict(checkpoint=dict(by_epoch=False, interval=3)))
@@ -204,6 +220,21 @@ def test_an_order_drawn_apart_is_not_drawn_together_in_the_middle(tmp_path: Path
     assert workers2.run(drawn_apart, str(tmp_path / "same"), True)
     with pytest.raises(WorkerError, match="in the middle of an epoch with own_draws=True, it is False now"):
         workers2.run(drawn_apart, str(tmp_path / "other"), False)
+
+
+def test_the_comparison_of_orders_takes_nothing_from_an_iterator() -> None:
+    """A sampler that keeps one over its passes would begin with later samples on several processes."""
+
+    class Kept(Backwards):
+        def __init__(self) -> None:
+            self.stream = (number for number in range(1000))
+
+        def __iter__(self) -> Iterator[int]:
+            return islice(self.stream, LENGTH)
+
+    halves = [DividedSampler(Kept(), (index, 2), True) for index in range(2)]
+    assert halves[0].begin(7) == halves[1].begin(7)
+    assert list(chain(*zip(*halves, strict=True)))[:LENGTH] == list(range(LENGTH))
 
 
 @pytest.mark.parametrize("kind", ["stream", "state", "batches", "torch weighted"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -482,13 +483,16 @@ def test_streams_and_loaders(tmp_path: Path, kind: Any) -> None:
 
 
 class Back(Hook):
-    """Goes back once, after an update of the second pass, to a checkpoint of the first one."""
+    """Goes back once, after an update of a later pass, to a checkpoint of the first one."""
 
     priority = "LOWEST"
     has_gone = False
 
+    def __init__(self, at: int = 6) -> None:
+        self.at = at
+
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        if runner.iter + 1 == 6 and not self.has_gone:
+        if runner.iter + 1 == self.at and not self.has_gone:
             self.has_gone = True
             raise GoBack(Path(runner.work_dir) / "iter_3", "a test")
 
@@ -505,6 +509,36 @@ def test_what_is_left_out_reaches_into_the_next_pass(tmp_path: Path, kind: Any) 
     )
     trained, _ = run(tmp_path, data, **options, custom_hooks=[SaveEvery({3}), Back()])
     assert [indices[0] for indices in trained] == [0, 4, 8, 12, 16, 0, 4, 8, 12, 16, 0]
+
+
+class Turned(Placed):
+    """Another order in every pass, which it counts in its state."""
+
+    position = passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.position < 20:
+            self.position += 1
+            yield self.data[(self.position - 1 + 4 * self.passes) % 20]
+        self.position, self.passes = 0, self.passes + 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position, "passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position, self.passes = state["position"], state["passes"]
+
+
+def test_a_pass_that_is_left_out_is_counted(tmp_path: Path) -> None:
+    """The second one; the third is gone on with after its second update."""
+    options = dict(
+        train_dataloader=dict(batch_size=4, collate_fn="default_collate", dataset=Turned(Poisoned(20, range(0)))),
+        train_cfg=dict(by_epoch=False, max_iters=13),
+        default_hooks=dict(checkpoint=None),
+    )
+    trained, _ = run(tmp_path, Poisoned(20, range(0)), **options, custom_hooks=[SaveEvery({3}), Back(12)])
+    passes = [[0, 4, 8, 12, 16], [4, 8, 12, 16, 0], [8, 12, 16, 0, 4], [12, 16, 0, 4, 8], [16, 0]]
+    assert [indices[0] for indices in trained] == [first for each in passes for first in each]
 
 
 # What is refused

@@ -5,9 +5,11 @@ The resumed run is configured with another seed: all that it knows of the first 
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
 from flextrain import FlexibleRunner, ResumeFrom, SingleDeviceStrategy
-from flextrain.runner.data.samplers import DefaultSampler
+from flextrain.runner.data.samplers import DefaultSampler, seed_own_generators
 from flextrain.strategies.parts import hooks_of
 
 from .training import (
@@ -94,6 +96,45 @@ class CountsPasses(Dice):
     def __iter__(self) -> Iterator[int]:
         self.passes += 1
         return iter(torch.randperm(self.length, generator=torch.Generator().manual_seed(self.passes)).tolist())
+
+
+class Outer(Dice):
+    """Gives what another sampler gives, under a name of its own for it."""
+
+    def __init__(self, dataset: Samples) -> None:
+        super().__init__(dataset)
+        self.inner = InPlace(dataset)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.inner)
+
+
+class Both(Dice):
+    """Gives what two samplers of torch give in turn, which have generators of their own."""
+
+    def __init__(self, dataset: Samples) -> None:
+        super().__init__(dataset)
+        self.half = self.length // 2
+        self.parts = [RandomSampler(range(self.half), generator=torch.Generator()) for _ in range(2)]
+
+    def __iter__(self) -> Iterator[int]:
+        for one, other in zip(*self.parts, strict=True):
+            yield from (one, self.half + other)
+
+
+class Counter(Dice):
+    """Counts its passes in an object, or by an iterator."""
+
+    def __init__(self, dataset: Samples, number: Any) -> None:
+        super().__init__(dataset)
+        self.number = number
+
+    def __iter__(self) -> Iterator[int]:
+        if isinstance(self.number, SimpleNamespace):
+            number = self.number.passes = self.number.passes + 1
+        else:
+            number = next(self.number)
+        return iter(torch.randperm(self.length, generator=torch.Generator().manual_seed(number)).tolist())
 
 
 class Grows(Dice):
@@ -269,6 +310,10 @@ CASES: dict[str, Changes] = {
     "loader-weighted-sampler": loader(weighted),
     "loader-sampler-that-shuffles-in-place": loader(InPlace),
     "loader-sampler-that-counts-passes": with_(loader(CountsPasses), train_cfg=ITERATIONS),
+    "loader-sampler-inside-of-another": loader(Outer),
+    "loader-sampler-over-two-with-generators": loader(Both),
+    "loader-sampler-that-counts-in-an-object": loader(lambda dataset: Counter(dataset, SimpleNamespace(passes=0))),
+    "loader-sampler-that-counts-by-an-iterator": loader(lambda dataset: Counter(dataset, itertools.count())),
     "loader-sampler-that-grows": loader(Grows),
     "batches-shuffled-in-place": lambda folder: dict(train_dataloader=DataLoader(
         Samples(26, folder / "read"), batch_sampler=Buckets()
@@ -337,6 +382,50 @@ def compare(tmp_path: Path, changes: Changes, at: tuple[int, ...] | None) -> Non
 @pytest.mark.parametrize("name", CASES)
 def test_resume_is_exact(tmp_path: Path, name: str) -> None:
     compare(tmp_path, CASES[name], None if name in EVERY else SOME)
+
+
+class Half(Net):
+    """The same in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bfloat16()
+
+    def forward(self, index: Any, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
+        return super().forward(index, x.bfloat16(), y, mode)
+
+
+@pytest.mark.parametrize("saved, now, is_told", [(Net, Half, True), (Half, Net, False), (Half, Half, False)])
+def test_a_dtype_that_rounds_what_the_checkpoint_has_is_told(
+    tmp_path: Path, saved: Any, now: Any, is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "whole", with_(model=saved), SaveEvery({4}))
+    run(tmp_path / "rest", with_(model=now), resume=str(tmp_path / "whole" / "iter_4"), log_level="WARNING")
+    said = capsys.readouterr().out
+    assert ("iter_4: is rounded to bfloat16, model.net.0.weight (float32) and" in said) is is_told
+
+
+def test_samplers_beside_each_other_draw_apart() -> None:
+    both = Both(Samples(26))
+    seed_own_generators(both, 3)
+    one, other = (list(part) for part in both.parts)
+    assert sorted(one) == sorted(other) == list(range(13))
+    assert one != other
+
+
+@pytest.mark.parametrize("sampler, is_exact", [(InPlace, False), (Dice, True)])
+def test_a_sampler_that_this_process_has_read_before(
+    tmp_path: Path, sampler: Any, is_exact: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After 9 updates it has begun its second pass, which the second run cannot make again."""
+    whole, _ = run(tmp_path / "whole", loader(sampler))
+    same = loader(sampler)(tmp_path)
+    with pytest.raises(Stop):
+        run(tmp_path / "parts", lambda folder: same, SaveEvery({9}), StopAt(9))
+    rest, _ = run(tmp_path / "parts", lambda folder: same, resume=True, log_level="WARNING")
+    assert (rest.trained == whole.trained[9:]) is is_exact
+    said = capsys.readouterr().out
+    assert ("InPlace has begun 2 passes in this process and changes in each" in said) is not is_exact
 
 
 @pytest.mark.processes
