@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -15,11 +14,8 @@ from ..core.base.config import refuse_foreign
 from ..core.base.errors import CheckpointError, ConfigError, StrategyError, nearest, suggest
 from ..core.base.overriding import overridden, refuse_unused
 from ..core.base.registry import OPTIM_WRAPPERS
-from ..core.comm.collectives import is_main
 from ..core.device.precision import Precision
 from .wrapper import OptimWrapper, StepInfo, UpdateGuard
-
-_logger = logging.getLogger("flextrain")
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -32,8 +28,6 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         wrappers: at least one; accumulation and precision must be equal, because all share one window and one autocast
             context.
     """
-
-    _has_told = False
 
     def __init__(self, **wrappers: OptimWrapper) -> None:
         if not wrappers:
@@ -148,21 +142,6 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         """See OptimWrapper."""
         for wrapper in self._wrappers.values():
             wrapper.begin(index, size)
-        if index == 0 and not self._has_told:
-            self._tell_of_gradients_left()
-
-    def _tell_of_gradients_left(self) -> None:
-        for name, wrapper in self._wrappers.items():
-            groups = wrapper.param_groups if wrapper.is_built else []
-            if any(parameter.grad is not None for group in groups for parameter in group["params"]):
-                self._has_told = True
-                if is_main():
-                    _logger.warning(
-                        f"optim_wrapper.{name}: begins an update with gradients that were left before it, as a generator's loss leaves them in a "
-                        "discriminator; they are added to its own, and no checkpoint has them. Freeze what a loss does not train "
-                        f'(requires_grad_(False)), or call optim_wrapper["{name}"].zero_grad() first'
-                    )
-                return
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         """See OptimWrapper."""

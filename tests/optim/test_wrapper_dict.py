@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -102,21 +101,6 @@ def test_which_one_must_be_said(name: str) -> None:
         StrategyError, match=r"has 2 optimizers, update one: optim_wrapper\[name\].update_params\(loss\)"
     ):
         getattr(several(), name)(torch.ones(1))
-
-
-@pytest.mark.parametrize("freezes", [False, True])
-def test_gradients_that_another_loss_left_are_told_once(freezes: bool, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "flextrain")
-    model, optim = Gan(), several()
-    optim.build(model)
-    for _ in range(3):
-        optim.begin(0, 1)
-        optim["critic"].update_params(model.critic(torch.ones(4, 2)).mean())
-        model.critic.requires_grad_(not freezes)
-        optim["generator"].update_params(model(torch.ones(4, 2)))
-        model.critic.requires_grad_(True)
-    told = [record.getMessage() for record in caplog.records]
-    assert [text.partition(":")[0] for text in told] == ([] if freezes else ["optim_wrapper.critic"])
 
 
 def test_figures_carry_the_names() -> None:

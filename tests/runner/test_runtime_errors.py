@@ -649,7 +649,7 @@ class Lazy(nn.Module):
 
 def add_to_zeros(runner: Any) -> None:
     for parameter in runner.strategy.module.parameters():
-        torch.zeros(parameter.shape).add_(parameter.detach())
+        torch.zeros(parameter.shape) + parameter.detach()
 
 
 TWO: dict[str, dict[str, Any]] = {
