@@ -51,12 +51,11 @@ def checkpoint_activations(
     names = [*chosen][::every]
     for submodule in map(chosen.__getitem__, names):
         forward, buffers = submodule.forward, _BuffersOfCalls(submodule)
+        has_any = any(True for _ in submodule.buffers())
+        keeping = functools.partial(_keeping_buffers, forward, submodule) if has_any else forward
+        usual = submodule.forward = _repeatable(keeping, submodule, around, options)
         if buffers.names:
-            submodule.forward = functools.partial(_with_buffers, forward, buffers, submodule, around, options)
-            continue
-        if any(True for _ in submodule.buffers()):
-            forward = functools.partial(_keeping_buffers, forward, submodule)
-        submodule.forward = _repeatable(forward, submodule, around, options)
+            submodule.forward = functools.partial(_with_buffers, usual, forward, buffers, submodule, around, options)
     return names
 
 
@@ -69,6 +68,7 @@ def _repeatable(
 
 
 def _with_buffers(
+    usual: Callable[..., Any],
     forward: Callable[..., Any],
     buffers: _BuffersOfCalls,
     module: nn.Module,
@@ -77,11 +77,10 @@ def _with_buffers(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``forward`` so that backward may repeat it with the buffers of this call."""
-    repeats = not torch.compiler.is_compiling()  # what is compiled repeats no writing
-    if repeats and torch.is_grad_enabled() and module.training:
-        forward = functools.partial(buffers.run, forward, [])
-    return _repeatable(forward, module, around, options)(*args, **kwargs)
+    """Call ``forward`` so that backward may repeat it with the buffers of this call; what is compiled repeats no writing."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not module.training:
+        return usual(*args, **kwargs)
+    return _repeatable(functools.partial(buffers.run, forward, []), module, around, options)(*args, **kwargs)
 
 
 class _BuffersOfCalls:
