@@ -401,9 +401,8 @@ def doubts(
 def _of_scaled_rates(given: Any, schedulers: Mapping[str, Sequence[Any]]) -> Iterator[str]:
     every = [settings(scheduler) for group in schedulers.values() for scheduler in group]
     own = [each[TYPE] for each in every if sets_initial_values(each)]
-    if own and "one_cycle" not in repr(
-        given
-    ):  # the schedule of that name has the peak from the optimizer, whose rate is scaled
+    # The schedule "one_cycle" has its peak from the optimizer, whose rate is scaled.
+    if own and "one_cycle" not in repr(given):
         yield (
             f"auto_scale_lr: does not scale {own[0]}, whose rates are its own arguments; scale these, or give "
             'param_scheduler="one_cycle", whose peak is the optimizer\'s rate'

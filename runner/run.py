@@ -31,7 +31,7 @@ class TrainingProgress(Protocol):
     start_iter: int
     """Updates that were completed when this process started."""
     before_first: Callable[[], object]
-    """Called once, before the first update and behind the hooks of what it begins."""
+    """Called once, before the hooks of the first update."""
 
     @property
     def epoch(self) -> int: ...

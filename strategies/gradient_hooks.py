@@ -136,6 +136,12 @@ class HooksAfterBackward(_AroundBackward):
                 hook(parameter)
 
 
+def _before_steps(optim: OptimWrapper, hook: Callable[..., None]) -> list[RemovableHandle]:
+    """Call ``hook`` before steps of the torch optimizer, which a ``train_step`` may call past the wrapper."""
+    can_tell = tells_steps(optim.optimizer) and not optim.adapter.steps_in_parts
+    return [optim.optimizer.register_step_pre_hook(hook)] if can_tell else []
+
+
 class StepsInTime:
     """Refuses updates that a ``train_step`` makes before the last micro-batch of a window, when gradients are those of one process.
 
@@ -145,12 +151,8 @@ class StepsInTime:
 
     def __init__(self, optim: OptimWrapper) -> None:
         self._optim = optim
-        self._handles: list[RemovableHandle] = []
         optim.register_step_pre_hook(self._check)
-        if (
-            tells_steps(optim.optimizer) and not optim.adapter.steps_in_parts
-        ):  # a train_step may call it past the wrapper
-            self._handles.append(optim.optimizer.register_step_pre_hook(self._check))
+        self._handles = _before_steps(optim, self._check)
 
     def remove(self) -> None:
         """Leave the optimizer alone."""
@@ -186,10 +188,7 @@ class OwnMeans(_AroundBackward):
         self._has_begun = self._is_told = False
         self.register(optim)
         optim.register_step_pre_hook(self._prepare)
-        if (
-            tells_steps(optim.optimizer) and not optim.adapter.steps_in_parts
-        ):  # a train_step may call it past the wrapper
-            self._handles.append(optim.optimizer.register_step_pre_hook(self._before_step))
+        self._handles += _before_steps(optim, self._before_step)
 
     def _begin(self, loss: Tensor) -> None:
         self._has_begun, self._is_ready = True, False

@@ -60,10 +60,13 @@ def checkpoint_activations(
 
 
 def _repeatable(
-    forward: Callable[..., Any], module: nn.Module, around: Callable[..., Any] | None, options: dict[str, Any]
+    forward: Callable[..., Any],
+    module: nn.Module,
+    around: Callable[..., Callable[..., Any]] | None,
+    options: dict[str, Any],
 ) -> Callable[..., Any]:
     if around is not None:
-        return around(forward, module)  # type: ignore[no-any-return]
+        return around(forward, module)
     return functools.partial(checkpoint, forward, use_reentrant=False, **options)
 
 
@@ -78,7 +81,7 @@ def _with_buffers(
     **kwargs: Any,
 ) -> Any:
     """Call ``forward`` so that backward may repeat it with the buffers of this call; what is compiled repeats no writing."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not module.training:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return usual(*args, **kwargs)
     return _repeatable(functools.partial(buffers.run, forward, []), module, around, options)(*args, **kwargs)
 
@@ -93,7 +96,7 @@ class _BuffersOfCalls:
     def __init__(self, module: nn.Module) -> None:
         statistics = running_statistics(module)
         self._module = module
-        self._changes: bool | None = None  # not known before the first call
+        self._changes: dict[bool, bool] = {}  # in training mode or not, as far as it was called so
         self.names = [name for name, _ in module.named_buffers() if name not in statistics]
 
     def run(self, forward: Callable[..., Any], begin: list[Callable[[], None]], *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +110,8 @@ class _BuffersOfCalls:
                 for restore in begin:
                     restore()
                 return forward(*args, **kwargs)
-        is_copied = self._changes is not False  # a forward that changes nothing needs no memory
+        mode = self._module.training
+        is_copied = self._changes.get(mode, True)  # a forward that changes nothing needs no memory
         begin += [buffers_of(self._module)] if is_copied else []
         before = self._versions()
         result = forward(*args, **kwargs)
@@ -117,9 +121,9 @@ class _BuffersOfCalls:
                     f"{_WHERE}: {type(self._module).__name__} changes buffers in forward, and has not done so before; backward of this one "
                     "computes with the changed ones, later ones with those that forward began with"
                 )
-            self._changes = True
-        elif self._changes is None:
-            self._changes = False
+            self._changes[mode] = True
+        elif mode not in self._changes:
+            self._changes[mode] = False
             begin.clear()
         return result
 

@@ -91,9 +91,8 @@ class TorchScheduler(ParamScheduler):
             # torch's constructor sets learning rates, which are restored already, so it gets copies of the groups.
             copies = _copies(self.optimizer.param_groups)
             started = self._start(copies, last_step=-1)
-            if (
-                regrouped or "base_lrs" not in inner
-            ):  # a cycle among other schedules has changed the groups' initial values
+            # Otherwise its own hold: a cycle among other schedules has changed the groups' initial values.
+            if regrouped or "base_lrs" not in inner:
                 inner = {**inner, "base_lrs": [group["initial_lr"] for group in self.optimizer.param_groups]}
             started.load_state_dict({**started.state_dict(), **inner})
             for group, copied in zip(self.optimizer.param_groups, copies, strict=True):

@@ -39,7 +39,8 @@ class WeightAverage:
     def __init__(self, tensors: Mapping[str, Tensor], owners: Mapping[str, tuple[Module, str]] | None = None) -> None:
         self._names = list(tensors)
         self._model = list(tensors.values())
-        self._owned = [(i, *owners[name]) for i, name in enumerate(self._names) if name in (owners or {})]  # type: ignore[index]
+        owners = owners or {}
+        self._owned = [(i, *owners[name]) for i, name in enumerate(self._names) if name in owners]
         with torch.no_grad():
             # With a momentum of 1e-4 every change would be lost in the rounding of a half-precision average.
             self._averages = [

@@ -557,10 +557,8 @@ class IterBasedTrainLoop(TrainLoop):
                 yield from self._due(stop)
                 if self._inner == 0:
                     raise self.data.no_batch()
-                if (
-                    self._inner == stop != self.data.length(self._epoch)
-                ):  # if a hook has set a later end, the pass goes on
-                    continue
+                if self._inner == stop != self.data.length(self._epoch):
+                    continue  # if a hook has set a later end, the pass goes on
             else:
                 self.data.pass_over(self._epoch, self._inner)
             if self._done < self._max_iters:

@@ -321,9 +321,8 @@ def load_schedulers(
         for number, (scheduler, state) in enumerate(zip(group, states, strict=True)):
             own = scheduler.base_values
             scheduler.load_state_dict({**state, "best": None, "num_bad_epochs": 0} if number in anew else state)
-            if (
-                has_cycle and own != state["base_values"]
-            ):  # the groups have the initial value of the last cycle, and not the others'
+            if has_cycle and own != state["base_values"]:
+                # The groups have the initial value of the last cycle, and not the others'.
                 scheduler.base_values = own
                 if isinstance(scheduler, TorchScheduler):
                     scheduler.start_from(own)

@@ -194,13 +194,14 @@ LEAST = -20.0
 
 @pytest.mark.parametrize("kind", [Codebook, spectral])
 @pytest.mark.parametrize("how", [{}, dict(offload=True), "matmuls"], ids=named)
-def test_backward_computes_with_the_buffers_that_forward_began_with(kind: Any, how: Any) -> None:
-    """Also where several forwards run before the first backward, as in a pipeline."""
+@pytest.mark.parametrize("training", [True, False])
+def test_backward_computes_with_the_buffers_that_forward_began_with(kind: Any, how: Any, training: bool) -> None:
+    """Also where several forwards run before the first backward, as in a pipeline, and in a part in evaluation mode."""
     torch.manual_seed(0)
     plain, batches = nn.Sequential(kind(), kind()), torch.randn(6, 8, SIZE).unbind()
     found = []
     for given in (None, how):
-        model = prepared(plain, given)
+        model = prepared(plain, given).train(training)
         for first, second in zip(batches[::2], batches[1::2], strict=True):
             for loss in [model(x).square().sum() for x in (first, second)]:
                 loss.backward()
