@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.base.errors import StrategyError
-from ..core.base.tensors import parts_of
+from ..core.base.tensors import has_memory, parts_of
 from ..core.torch_compat.torch_private import has_values, storage_key, tables_of, version_of
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -126,14 +126,14 @@ def watch_forward(
         )
         if compares and module.training:
             compares = False
-            sums.update((name, _sums(local)) for name, (held, _) in before.items() if (local := _local(held)).numel())
+            sums.update((name, _sums(_local(held))) for name, (held, _) in before.items() if has_memory(held))
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
         # What another module has too may be another tensor by now.
         same = {name for name, table, key in positions if name in before and table.get(key) is before[name][0]}
         changed = {name for name in same if version_of(before[name][0]) != before[name][1]}
         if sums:
-            both = [(name, local) for name in same & sums.keys() if (local := _local(before[name][0])).numel()]
+            both = [(name, _local(held)) for name in same & sums.keys() if has_memory(held := before[name][0])]
             if both:
                 differ = torch.stack([(_sums(local) != sums[name]).any() for name, local in both]).tolist()
                 changed.update(name for (name, _), is_other in zip(both, differ, strict=True) if is_other)

@@ -59,6 +59,11 @@ def parts_of(value: Any) -> Iterator[Tensor]:
         yield from parts_of(getattr(value, name))
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether this process has values of a tensor now: a sharded parameter may be freed, or belong to others."""
+    return bool(next(parts_of(tensor), tensor).untyped_storage().nbytes())
+
+
 def is_quantised(value: Tensor) -> bool:
     """Whether a tensor is quantised in a way that cannot be written to a checkpoint."""
     return type(value).__module__.partition(".")[0] in QUANTISERS and hasattr(value, "__tensor_flatten__")

@@ -13,8 +13,9 @@ The torch optimizer's state belongs to the flat tensors, so all parameters in a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy
@@ -113,6 +114,24 @@ def is_gathered_next(module: nn.Module) -> bool:
 
     parameters: Iterable[Any] = module.parameters(recurse=z3_leaf_module(module))
     return any(is_partitioned(parameter) and parameter.ds_status.name != "AVAILABLE" for parameter in parameters)
+
+
+def call_when_freed(parameter: Any, call: Callable[[Any], None]) -> None:
+    """Call ``call(parameter)`` whenever stage 3 has freed the parameter, and now if it is."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    parameter.when_freed = call
+    if parameter.ds_status.name == "NOT_AVAILABLE":
+        call(parameter)
+    free = partition_parameters.free_param
+    if not isinstance(free, partial):
+        partition_parameters.free_param = partial(_free, free)
+
+
+def _free(by_deepspeed: Callable[[Any], None], parameter: Any) -> None:
+    by_deepspeed(parameter)
+    if (call := getattr(parameter, "when_freed", None)) is not None:
+        call(parameter)
 
 
 def gathered_small(parameter: Any) -> bool:

@@ -52,6 +52,7 @@ from .compiling import deepspeed as _deepspeed
 from .config import NEEDS, DeepSpeedConfig, EngineCheckpointing, check_layers, merged
 from .engine_config import Request, check_accelerator, check_wrapper, engine_config, resolve
 from .engine_state import EngineState, engine_memory
+from .freed_parameters import refuse_use
 from .half_precision import (
     cast_inputs_and_outputs,
     check_supported,
@@ -192,7 +193,9 @@ class DeepSpeedStrategy(Strategy):
                 wrapper.clip_by(self._request.max_norm)
         self._wrapper = wrapper
         self._without_memory.note(model)
-        return super().setup(model, wrapper)
+        made = super().setup(model, wrapper)
+        refuse_use(model)
+        return made
 
     def _arranged(self) -> Arranged:
         why = "and the engine keeps what it arranged then"

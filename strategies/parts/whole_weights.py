@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...core.base.errors import ConfigError, StrategyError, counted
-from ...core.base.tensors import bytes_of, dtype_name, size_text
+from ...core.base.tensors import bytes_of, dtype_name, has_memory, size_text
 from ...core.checkpoint.chunks import FlatShard, full_tensor
 from ...core.comm.agreement import gather_differing, raising_together
 from ...core.comm.collectives import as_sent, can_be_averaged, floating_buffers, side_group
@@ -187,7 +187,8 @@ def held(
         tensor = live.get(name)
         if tensor is None:
             continue
-        if isinstance(tensor, DTensor) or name not in parameters or (not _is_shard(tensor) and tensor.shape == shape):
+        is_whole = not _is_shard(tensor) and tensor.shape == shape and (has_memory(tensor) or not shape.numel())
+        if isinstance(tensor, DTensor) or name not in parameters or is_whole:
             found[name] = tensor
             continue
         kept = state() if kept is None else kept

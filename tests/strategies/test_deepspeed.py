@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from flextrain.core.comm.topology import DataShard, Topology
 from flextrain.core.model.base_model import BaseModel
 from flextrain.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from flextrain.strategies import DeepSpeedOptimWrapper, DeepSpeedStrategy, SingleDeviceStrategy
-from flextrain.strategies.parts import explain, init_weights
+from flextrain.strategies.parts import full_weights, init_weights
 from flextrain.testing import WorkerGroup, check_strategy
 from flextrain.testing.conformance_checks import batches
 from flextrain.testing.differences import relative_difference, same_tensors
@@ -735,7 +736,7 @@ def test_nobody_waits_for_the_device_to_look_at_gradients_in_bf16(workers2: Work
 
 
 class OfWeights(Mlp):
-    """Its loss has the sizes of its weights, which stage 3 has freed when their gradients come."""
+    """Its loss has the sizes of its weights, which stage 3 frees after the calls of their modules."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         found = super().forward(*args, **kwargs)
@@ -743,18 +744,74 @@ class OfWeights(Mlp):
         return found
 
 
-def advice_for_weights() -> str | None:
-    options = dict(stage3_param_persistence_threshold=0)
-    with started(zero(3, zero_optimization=options), adamw(), OfWeights) as session:
-        with pytest.raises(RuntimeError) as caught:
+FREED: dict[str, Any] = dict(zero_optimization=dict(stage3_param_persistence_threshold=0))
+
+
+def loss_of_freed_weights() -> str:
+    with started(zero(3, **FREED), adamw(), OfWeights) as session:
+        with pytest.raises(StrategyError) as caught:
             train(session.strategy, session.model, session.optim, one_each(data(OfWeights, 1)))
-        return explain(session.strategy, caught.value)
+        return str(caught.value)
 
 
-def test_an_error_about_freed_weights_says_so(workers2: WorkerGroup) -> None:
-    for advice in workers2.run(advice_for_weights):
-        assert advice is not None
-        assert "parameters that DeepSpeed has freed" in advice
+def test_a_loss_that_reads_freed_weights_raises(workers2: WorkerGroup) -> None:
+    for message in workers2.run(loss_of_freed_weights):
+        assert "of a parameter that DeepSpeed has freed, as stage 3 does outside of the calls" in message
+
+
+USES: dict[str, Callable[[nn.Module, nn.Parameter], Any]] = {
+    "norm": lambda model, parameter: parameter.norm(),
+    "write": lambda model, parameter: parameter.mul_(0.5),
+    "write to data": lambda model, parameter: parameter.data.clamp_(-0.01, 0.01),
+    "state_dict": lambda model, parameter: model.state_dict(),
+    "load_state_dict": lambda model, parameter: model.load_state_dict(
+        {name: torch.zeros(each.shape) for name, each in model.named_parameters()}, strict=False
+    ),
+    "deepcopy": lambda model, parameter: copy.deepcopy(parameter),
+    "vector": lambda model, parameter: nn.utils.parameters_to_vector(model.parameters()),
+    "operand": lambda model, parameter: torch.zeros(()) + parameter,
+}
+
+
+def use(model: nn.Module) -> Iterator[str]:
+    """Yield how each use was refused."""
+    for name, function in USES.items():
+        try:
+            with torch.no_grad():
+                function(model, next(model.parameters()))
+            yield f"{name} went through"
+        except (StrategyError, RuntimeError) as error:
+            yield str(error)
+
+
+def uses_between_updates() -> tuple[list[str], set[int], int, bool]:
+    import deepspeed
+
+    with started(zero(3, **FREED), adamw(), Mlp) as session:
+        size = sum(parameter.numel() for parameter in Mlp().parameters())
+        module, refused, sizes, has_values = session.strategy.module, [], set(), True
+        batches = data(Mlp, 2)
+        for _ in range(3):  # after set-up, after an evaluation, after an update
+            refused += use(module)
+            sizes.add(sum(parameter.numel() for parameter in module.parameters()))
+            with deepspeed.zero.GatheredParameters([*module.parameters()]):
+                has_values &= all(bool(parameter.norm() > 0) for parameter in module.parameters())
+            with full_weights(session.strategy) as model:
+                has_values &= all(bool(parameter.norm() > 0) for parameter in model.parameters())
+            if len(refused) > len(USES):
+                train(session.strategy, session.model, session.optim, one_each(batches))
+            else:
+                evaluate(session.strategy, session.model, batches)
+        return refused, sizes, size, has_values
+
+
+def test_uses_of_freed_weights_raise_and_their_shapes_are_told(workers2: WorkerGroup) -> None:
+    """DeepSpeed leaves an empty tensor, whose norm is 0 and which takes writes."""
+    for refused, sizes, size, has_values in workers2.run(uses_between_updates):
+        assert len(refused) == 3 * len(USES)
+        assert [each for each in refused if "that DeepSpeed has freed" not in each] == []
+        assert sizes == {size}
+        assert has_values
 
 
 class Recomputes(Mlp):
