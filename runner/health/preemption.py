@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import platform
 import re
@@ -221,10 +222,10 @@ def slurm_job(where: str) -> str:
 
 
 def slurm_end(where: str) -> float:
-    """Return the time at which Slurm ends this job, in seconds since 1970, from SLURM_JOB_END_TIME or squeue.
+    """Return the time at which Slurm ends this job, in seconds since 1970, from SLURM_JOB_END_TIME or squeue; infinity: never.
 
     Raises:
-        ConfigError: there is no such job, or it has no end.
+        ConfigError: there is no such job, or Slurm does not say.
     """
     job = slurm_job(where)
     said = os.environ.get("SLURM_JOB_END_TIME", "")
@@ -232,7 +233,11 @@ def slurm_end(where: str) -> float:
         return float(said)
     for pause_s in (0, 1, 2, 4):  # a job that has just begun has no end for a moment
         time.sleep(pause_s)
-        said = _ask(where, "squeue", "--noheader", "--jobs", job, "--Format", "EndTime:40")
+        said, _, limit = _ask(
+            where, "squeue", "--noheader", "--jobs", job, "--Format", "EndTime:40,TimeLimit:20"
+        ).partition(" ")
+        if limit.strip() == "UNLIMITED":
+            return math.inf
         with suppress(ValueError):
             return time.mktime(time.strptime(said, "%Y-%m-%dT%H:%M:%S"))
     raise ConfigError(f'{where}: squeue says of job {job} that it ends at "{said}", give a duration')

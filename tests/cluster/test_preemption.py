@@ -72,8 +72,8 @@ def test_a_requeued_job_goes_on_where_it_was(slurm: Slurm, reference: Callable[[
     """Three strategies at once, so that the machine is under load."""
     strategies = ("ddp", "fsdp", "zero2")
     jobs = {submit(slurm, tmp_path / strategy, strategy=strategy): tmp_path / strategy for strategy in strategies}
-    await_updates(slurm, jobs, 5)
-    for job in jobs:
+    for job, folder in jobs.items():  # one may begin much later than another
+        await_updates(slurm, {job: folder}, 5)
         slurm.run("scontrol", "requeue", job)
     await_end(slurm, jobs)
     for strategy in strategies:

@@ -273,7 +273,7 @@ def trains(folder: str, strategy: dict[str, Any], kind: str, asks: bool) -> Any:
         runner.train()
     finally:
         Interrupted.runner = None
-    weights = {name: local(p).clone() for name, p in runner.strategy.parameters()}
+    weights = {name: local(tensor).clone() for name, tensor in runner.strategy.model_state().items()}
     runner.close()
     return hook.losses, weights, hook.texts, Interrupted.texts
 

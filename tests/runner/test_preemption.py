@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -530,8 +531,10 @@ def test_slurm_is_asked_for_the_end_and_requeues_only_what_runs(
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1893456000")
     assert slurm_end("max_time") == 1893456000
     monkeypatch.delenv("SLURM_JOB_END_TIME")
-    program(tmp_path, "squeue", "echo 2030-01-01T00:00:00")
+    program(tmp_path, "squeue", "echo 2030-01-01T00:00:00 365-00:00:00")
     assert slurm_end("max_time") == time.mktime((2030, 1, 1, 0, 0, 0, 0, 0, -1))
+    program(tmp_path, "squeue", 'echo "NONE                UNLIMITED           "')
+    assert slurm_end("max_time") == math.inf
     later = tmp_path / "later"  # a job that has just begun
     program(tmp_path, "squeue", f"if [ -e {later} ]; then echo 2030-01-01T00:00:00; else echo NONE; touch {later}; fi")
     assert slurm_end("max_time") == time.mktime((2030, 1, 1, 0, 0, 0, 0, 0, -1))
