@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from flextrain.core.base.tensors import has_memory
 from flextrain.plan.child import arguments_for, rehearse
 from flextrain.plan.plan import PlannedJob
 from flextrain.plan.update import Training, set_seed
@@ -33,7 +34,7 @@ def held_by(strategy):
     outer = strategy._engine.optimizer
     inner, parameters = getattr(outer, "optimizer", outer), [*strategy.module.parameters()]
     kinds = {
-        "parameters": [parameter.data for parameter in parameters if parameter.numel()]
+        "parameters": [parameter.data for parameter in parameters if has_memory(parameter)]
         + [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
         + getattr(outer, "bit16_groups_flat", []),
         "optimizer_state": [one for group in inner.param_groups for one in group["params"]]
