@@ -79,6 +79,11 @@ def plain(tensor: Any) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
 
 
+def parameters(strategy: Strategy) -> dict[str, Tensor]:
+    state = strategy.model_state()
+    return {name: plain(state[name]) for name, _ in strategy.parameters()}
+
+
 def values(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: plain(tensor).clone() for name, tensor in tensors.items()}
 
@@ -95,7 +100,7 @@ def trains(strategy: dict[str, Any], by_layer: bool, asks: bool) -> tuple[Any, A
     try:
         losses = run.train(0)
         objects, before = run.live(), values(run.live())
-        weights = {name: plain(p).detach().clone() for name, p in run.strategy.parameters()}
+        weights = {name: tensor.clone() for name, tensor in parameters(run.strategy).items()}
         found = outputs = None
         for _ in range(2 if asks else 0):
             with full_weights(run.strategy, by_layer=by_layer) as model:
@@ -110,7 +115,7 @@ def trains(strategy: dict[str, Any], by_layer: bool, asks: bool) -> tuple[Any, A
                 outputs = model.eval()(**Net.sample(8, 3), mode="tensor").detach().clone()
             same(run.live(), before)
             assert all(one is objects[name] for name, one in run.live().items())
-            same({name: plain(p) for name, p in run.strategy.parameters()}, weights)
+            same(parameters(run.strategy), weights)
         losses += run.train(2)
         if asks:
             with full_weights(run.strategy) as model:
