@@ -298,13 +298,13 @@ def save(
         **({META_KEY: runner.hugging_face.values()} if runner.hugging_face else {}),
         **(meta or {}),
     }
-    hooks = {} if is_export else hook_states(runner)
-    state.update({key: value for part in hooks.values() for key, value in part.items()})
-    state |= {SETTINGS: hook_settings(runner)} if len(set(map(type, runner.hooks))) < len(runner.hooks) else {}
     if runner.hook_calls["before_save_checkpoint"]:
         view = SavedView(state)
         runner.call_hook("before_save_checkpoint", checkpoint=view.checkpoint)
         state.update(_flatten(view.apply(), "extra"))
+    hooks = {} if is_export else hook_states(runner)  # their own state may change in before_save_checkpoint
+    state.update({key: value for part in hooks.values() for key, value in part.items()})
+    state |= {SETTINGS: hook_settings(runner)} if len(set(map(type, runner.hooks))) < len(runner.hooks) else {}
     # The averages of a buffer are saved by the process that saves the buffer.
     if others := {name for name, _ in strategy.module.named_buffers() if not saves(strategy, name)}:
         state = {key: value for key, value in state.items() if averaged_name(key) not in others}
