@@ -66,10 +66,6 @@ def is_quantised(value: Tensor) -> bool:
 
 def check_tensor(key: str, tensor: Tensor) -> None:
     """Raise CheckpointError if a checkpoint cannot hold the tensor; ``key`` is its name in the message."""
-    if is_quantised(tensor):
-        raise CheckpointError(
-            f"{key}: quantised tensors ({type(tensor).__name__}) cannot be saved, give an ordinary one"
-        )
     if tensor.dtype not in DTYPE_NAMES:
         known = ", ".join(str(one).removeprefix("torch.") for one in DTYPE_NAMES)
         raise CheckpointError(f"{key}: tensors of {tensor.dtype} cannot be saved, convert it to one of {known}")

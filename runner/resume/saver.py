@@ -12,7 +12,6 @@ from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from ...core.base.errors import CheckpointError, ConfigError, StorageError, counted, suggest
@@ -222,8 +221,6 @@ def check_can_be_saved(run: Run) -> None:
         CheckpointError: on every process, if a value cannot be saved on one of them, or there is too little space.
     """
     with raising_together():
-        for wrapper in run.optim_wrapper.wrappers.values() if run.optim_wrapper is not None else ():
-            _check_moments(wrapper)
         state: dict[str, Any] = dict(run.strategy.state())
         for name, hook in named_hooks(run):
             state.update(_state_of(run, name, hook))
@@ -245,22 +242,6 @@ def check_can_be_saved(run: Run) -> None:
         for key, folder in folders.items():
             if run.rank == 0 and folder is not None and is_local(folder):
                 _check_space(folder, key, [value for value in state.values() if isinstance(value, Tensor)])
-
-
-def _check_moments(wrapper: Any) -> None:
-    """Raise CheckpointError if an optimizer of torchao will have quantised moments, which the first save would find."""
-    zeros = getattr(wrapper.optimizer, "_subclass_zeros", None)
-    groups = wrapper.optimizer.param_groups
-    if zeros is None or not any(p.numel() >= _LEAST_QUANTISED for group in groups for p in group["params"]):
-        return
-    if is_quantised(zeros(torch.zeros(_LEAST_QUANTISED), True, wrapper.optimizer.block_size)):
-        raise CheckpointError(
-            f"{wrapper.where}.optimizer: {type(wrapper.optimizer).__name__} keeps quantised moments, and checkpoints cannot hold them; choose "
-            '"AdamW" or another optimizer of torch, or save none, default_hooks=dict(checkpoint=None)'
-        )
-
-
-_LEAST_QUANTISED = 4096  # elements; of smaller parameters torchao's optimizers keep ordinary moments
 
 
 def _state_of(run: Run, name: str, hook: Any) -> dict[str, Any]:

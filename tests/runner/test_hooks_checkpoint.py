@@ -19,7 +19,7 @@ from flextrain.runner.hooks.checkpoint import BestScores
 from flextrain.testing import WorkerGroup
 
 from .conftest import make_run
-from .training import Net, log_lines, make_runner, refuses
+from .training import log_lines, make_runner, refuses
 
 Hooks = dict[str, Any]
 
@@ -283,19 +283,6 @@ def test_a_checkpoint_that_is_saved_again_counts_once(runner: Any) -> None:
     stage.hook.after_train_epoch(runner)
     stage.hook.after_train_epoch(runner)
     assert saved(Path(runner.work_dir)) == ["epoch_1"]
-
-
-def test_quantised_moments_are_refused_before_training(tmp_path: Path) -> None:
-    optimizers = pytest.importorskip("torchao.optim")
-    runner = make_runner(
-        tmp_path,
-        model=Net(width=1024),
-        optim_wrapper=dict(optimizer=dict(type=optimizers.AdamW8bit, lr=0.01)),
-        default_hooks=dict(checkpoint=dict(type="CheckpointHook")),
-    )
-    message = "optim_wrapper.optimizer: AdamW8bit keeps quantised moments, and checkpoints cannot hold them"
-    with pytest.raises(CheckpointError, match=message):
-        runner.train()
 
 
 def test_what_latest_names_stays(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
