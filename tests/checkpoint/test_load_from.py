@@ -255,6 +255,11 @@ def test_a_universal_checkpoint_has_the_same_masters(workers2: WorkerGroup, tmp_
     how = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
     ds_to_universal.main(argparse.Namespace(**folders, **how, inject_missing_state=True))
     same(read(tmp_path / "universal"), read(tmp_path / "ds"))
+    if stage == 2:
+        assert open_weights(tmp_path / "ds").not_read == open_weights(tmp_path / "universal").not_read == ()
+        shutil.rmtree(tmp_path / "universal" / "zero")
+        (line,) = open_weights(tmp_path / "universal").not_read
+        assert line == "float32 masters (files of optimizer states are missing)"
 
 
 def remove(pattern: str) -> Callable[[Path], None]:

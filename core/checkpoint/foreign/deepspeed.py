@@ -28,6 +28,7 @@ from .weights_file import MODEL, dtype_name, entry, label
 _MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIM_STATES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _UNIVERSAL, _MASTER = "zero", "fp32.pt"
+_MISSING = "float32 masters (files of optimizer states are missing)"
 # Of ZeRO-0 in half precision; they are in the order of the optimizer's groups.
 _MASTERS, _UNNAMED = {"fp32_groups", "fp32_groups_flat"}, "optimizer (with float32 masters, which have no names there)"
 
@@ -95,6 +96,11 @@ class _Reader:
         self.files.append(TorchFile(sibling(path, path.name)))
         return len(self.files) - 1
 
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether there is a file of the model for each process, which has shards of its parameters, as of ZeRO-3."""
+        return self.files[self.models[0]].path.name.startswith("zero_")
+
     def checkpoint(self) -> Checkpoint:
         """All tensors of the files, with the highest precision that they have."""
         model = self.files[self.models[0]].content
@@ -110,7 +116,7 @@ class _Reader:
                 groups = [state["single_partition_of_fp32_groups"] for state in states]
                 self._add_stages_1_and_2(model, groups, states[0].get("param_alignment_paddings"))
         elif (self.folder / _UNIVERSAL).is_dir():
-            if len(self.models) > 1:
+            if self._is_sharded:
                 self._add_frozen_shards()
             self._add_universal(shapes)
         wanted = [name for group in (*shapes, model.get("frozen_param_shapes") or {}) for name in group]
@@ -119,8 +125,15 @@ class _Reader:
         for name, original in (model.get("shared_params") or {}).items():
             if MODEL + original in self.entries:
                 self.entries[MODEL + name] = self.entries[MODEL + original]
-        beside = [_UNNAMED] if not shapes and (model.get("optimizer") or {}).keys() & _MASTERS else []
+        beside = self._masters_not_read(model, shapes)
         return Checkpoint(self.folder, self.entries, {}, self._source, origin="DeepSpeed", not_read=beside)
+
+    def _masters_not_read(self, model: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What to say of float32 masters if the weights of half precision are read in their place."""
+        if not groups:
+            return [_UNNAMED] if (model.get("optimizer") or {}).keys() & _MASTERS else []
+        dtypes = {self.entries[MODEL + name].dtype for shapes in groups for name in shapes}
+        return [_MISSING] if not self.optims and dtypes & {"F16", "BF16"} else []
 
     def _check_world(self, states: Sequence[Mapping[str, Any]]) -> None:
         count = states[0]["partition_count"]
@@ -133,7 +146,7 @@ class _Reader:
     def _add_module(self, model: Mapping[str, Any]) -> None:
         """Add the buffers, and the whole parameters in the precision of computation."""
         module = dict(model["module"] or {})
-        if self.files[self.models[0]].path.name.startswith("zero_"):  # one file per process: parameters are sharded
+        if self._is_sharded:
             module = {name: tensor for name, tensor in module.items() if name in model["buffer_names"]}
         else:
             module |= model.get("frozen_param_fragments") or {}
