@@ -174,11 +174,12 @@ class _Follows(Hook):
 
     def before_save_checkpoint(self, runner: Run, checkpoint: dict[str, Any]) -> None:
         """Follow an update that the checkpoint has, if a hook saves it before this one's turn."""
-        if self._is_due and runner.train_loop.state_dict()["iter"] > runner.iter:
+        if self._is_due and (runner.train_loop.state_dict()["iter"] or 0) > runner.iter:
             self._is_due = False
             self._follow(runner)
 
-    def _follow(self, runner: Run) -> None: ...
+    def _follow(self, runner: Run) -> None:
+        """Follow an update; optim_wrapper.has_updated says whether one was made."""
 
 
 AverageType = Literal["ExponentialMovingAverage", "StochasticWeightAverage", "MomentumAnnealingEMA"]
