@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
+from ..core.base.tensors import is_quantised, parts_of
+
 Groups = list[dict[str, Any]]
 Make = Callable[[Groups], Optimizer]
 
@@ -224,6 +226,21 @@ def why_not_usable(make: Make, samples: Samples) -> str | None:
             if _is_nested(kept):
                 return f'keeps "{key}", a {type(kept).__name__} of tensors, which no checkpoint has; choose another optimizer'
     return None
+
+
+def why_not_saved(optimizer: Optimizer) -> str | None:
+    """Return why no checkpoint could hold the state of one of torchao's optimizers, and what to do; None if one can."""
+    zeros = getattr(optimizer, "_subclass_zeros", None)
+    if zeros is None:
+        return None
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    is_large = any(part.numel() >= _LEAST_QUANTISED for parameter in parameters for part in parts_of(parameter))
+    if not is_large or not is_quantised(zeros(torch.zeros(_LEAST_QUANTISED), True, optimizer.block_size)):  # type: ignore[attr-defined]
+        return None
+    return 'keeps quantised moments of large parameters, which no checkpoint has; choose "AdamW"'
+
+
+_LEAST_QUANTISED = 4096  # elements; of smaller parameters torchao's optimizers keep ordinary moments
 
 
 def _is_nested(value: Any) -> bool:

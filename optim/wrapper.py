@@ -34,7 +34,7 @@ from .adapters import (
 )
 from .gradients import ModelGroup
 from .param_groups import Roles, check_optimizer, make_for, make_optimizer, roles_of
-from .trial import Samples, resumes, updates_apart, why_not_usable
+from .trial import Samples, resumes, updates_apart, why_not_saved, why_not_usable
 
 _SCALER = "loss_scaler"
 _MMENGINES = (_SCALER, "apex_amp", "base_param_settings")
@@ -296,7 +296,7 @@ class OptimWrapper:
         samples = Samples.like(self.optimizer)
         # An override may call the optimizer's step with a closure.
         if own.update_params is OptimWrapper.update_params and own.step is OptimWrapper.step:
-            reason = why_not_usable(self.make_another, samples)
+            reason = why_not_saved(self.optimizer) or why_not_usable(self.make_another, samples)
             if reason is not None:
                 raise StrategyError(f"{self.where}.optimizer: {kind} {reason}")
         resumed = resumes(self.make_another, samples)

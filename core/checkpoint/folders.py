@@ -127,12 +127,12 @@ class OccupiedError(Exception):
 
 def owner_of(folder: Path) -> str | None:
     """What the lock file of a folder says: the process and machine that hold it; None if there is none, or it is ours."""
+    if (os.getpid(), folder.resolve() / FILE) in _held:  # closing the file would release this process's lock on it
+        return None
     try:
-        text = (folder / FILE).read_text(errors="replace")[:200].strip()
+        return (folder / FILE).read_text(errors="replace")[:200].strip() or None
     except OSError:
         return None
-    own = f"process {os.getpid()} on {socket.gethostname()} "
-    return None if not text or text.startswith(own) else text
 
 
 class FolderLock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -99,9 +100,33 @@ class TorchScheduler(ParamScheduler):
                 for name in copied.keys() - group.keys():
                     group[name] = copied[name]
 
+    @property
+    def is_cycle(self) -> bool:
+        """Whether it sets the initial learning rates itself, whatever the optimizer's are."""
+        return self.scheduler.__name__ in _CYCLES
+
+    @property
+    def sets_momentum(self) -> bool:
+        """Whether it sets the momentum too."""
+        return self.is_cycle and bool(self._options.get("cycle_momentum", True))
+
+    def set_values(self, values: Sequence[float], base_values: Sequence[float]) -> None:
+        """See ParamScheduler; of a cycle that has begun the initial values stay, and its momenta are set."""
+        if self._inner is None or not self.is_cycle:
+            super().set_values(values, base_values)
+            return
+        groups = self._groups.param_groups = self.optimizer.param_groups
+        initial = [group["initial_lr"] for group in groups]
+        super().set_values(values, self.base_values)
+        for group, value in zip(groups, initial, strict=True):
+            group["initial_lr"] = value
+        with warnings.catch_warnings():  # torch expects the call within step()
+            warnings.simplefilter("ignore")
+            self._inner.get_lr()
+
     def start_from(self, initial: Sequence[float]) -> None:
         """Replace the initial learning rates of torch's scheduler, if it was started."""
-        if self._inner is not None and hasattr(self._inner, "base_lrs") and self.scheduler.__name__ not in _CYCLES:
+        if self._inner is not None and hasattr(self._inner, "base_lrs") and not self.is_cycle:
             self._inner.base_lrs = list(initial)
 
     def skip(self, steps: int) -> int:

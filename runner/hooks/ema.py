@@ -151,12 +151,43 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor if local is None else local()
 
 
+class _Follows(Hook):
+    """Follows every update once: in its turn among the hooks, or before that if one of them saves a checkpoint, which has the update."""
+
+    _is_due: bool | None = None  # False: it has followed before its turn
+
+    def before_train_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
+        """Await an update."""
+        self._is_due = True
+
+    def after_train_iter(
+        self,
+        runner: Run,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Follow the update, if there was one."""
+        is_done, self._is_due = self._is_due is False, None
+        if not is_done:
+            self._follow(runner)
+
+    def before_save_checkpoint(self, runner: Run, checkpoint: dict[str, Any]) -> None:
+        """Follow an update that the checkpoint has, if a hook saves it before this one's turn."""
+        if self._is_due and (runner.train_loop.state_dict()["iter"] or 0) > runner.iter:
+            self._is_due = False
+            self._follow(runner)
+
+    def _follow(self, runner: Run) -> None:
+        """Follow an update; optim_wrapper.has_updated says whether one was made."""
+
+
 AverageType = Literal["ExponentialMovingAverage", "StochasticWeightAverage", "MomentumAnnealingEMA"]
 _PREFIX = "averaged."
 
 
 @HOOKS.register_module()
-class EMAHook(Hook):
+class EMAHook(_Follows):
     """Keeps an average of the model's weights, and puts it into the model for validation and testing.
 
     The model's own weights are restored afterwards, also when validation raises. A checkpoint holds them as the model,
@@ -248,19 +279,14 @@ class EMAHook(Hook):
 
     def before_train_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
         """Restore the weights after an evaluation that has not come to its end: a hook went on after an error, say."""
+        super().before_train_iter(runner, batch_idx, data_batch)
         self._swap_out(runner)
 
     def after_train(self, runner: Run) -> None:
         """See before_train_iter; a loop of the user's may have ended its last evaluation without the hooks after it."""
         self._swap_out(runner)
 
-    def after_train_iter(
-        self,
-        runner: Run,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: Mapping[str, Any] | None = None,
-    ) -> None:
+    def _follow(self, runner: Run) -> None:
         """Move the average if an update was made."""
         optim = runner.optim_wrapper
         if not self._has_begun(runner) or optim is None or not optim.has_updated:
@@ -309,6 +335,7 @@ class EMAHook(Hook):
 
     def before_save_checkpoint(self, runner: Run, checkpoint: dict[str, Any]) -> None:
         """Restore the weights if a checkpoint is saved while the averages are in the model, up to the next batch."""
+        super().before_save_checkpoint(runner, checkpoint)
         made_way = self._made_way or (self._average is not None and self._average.is_swapped_in)
         self._swap_out(runner)
         self._made_way = made_way
@@ -432,7 +459,7 @@ class _Weight:
 
 
 @HOOKS.register_module()
-class TeacherHook(Hook):
+class TeacherHook(_Follows):
     """Makes one part of the model, the teacher, the moving average of another, the student.
 
     Contrastive learning and self-distillation (MoCo, BYOL, DINO, mean teachers) train a student against such a teacher. It
@@ -518,13 +545,7 @@ class TeacherHook(Hook):
                     if weight.precise is not None:
                         weight.precise.copy_(saved[weight.name])
 
-    def after_train_iter(
-        self,
-        runner: Run,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: Mapping[str, Any] | None = None,
-    ) -> None:
+    def _follow(self, runner: Run) -> None:
         """Move the teacher if an update was made."""
         optim = runner.optim_wrapper
         if optim is None or not optim.has_updated:
@@ -537,6 +558,7 @@ class TeacherHook(Hook):
 
     def before_save_checkpoint(self, runner: Run, checkpoint: dict[str, Any]) -> None:
         """Bring the float32 weights that a strategy saves for a half-precision teacher up to date."""
+        super().before_save_checkpoint(runner, checkpoint)
         self._update_saved(runner)
 
     # State

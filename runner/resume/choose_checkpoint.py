@@ -18,6 +18,7 @@ from ...core.checkpoint import (
     complete_ones,
     find_latest,
     is_checkpoint,
+    is_marked,
     iteration_of,
     newest_complete,
     passed_over,
@@ -240,6 +241,9 @@ def _latest_or_newest(run: Run) -> Path | None:
         found = find_latest(folder)
     except CheckpointError as error:
         found, wrong = None, error
+    if found is not None and is_marked(found):  # a save under the same name has replaced the finite one
+        wrong = CheckpointError(f'{folder / LATEST}: names "{found.name}", which holds NaN or infinity{ANOTHER_NAME}')
+        found = None
     if found is not None:
         return found
     instead = newest_complete(folder, lambda checkpoint: RESUMED in checkpoint.values and not checkpoint.nonfinite)

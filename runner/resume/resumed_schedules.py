@@ -352,7 +352,12 @@ def _epoch_lengths(runner: Run, values: Mapping[str, Any]) -> tuple[int | None, 
 def schedules_anew(runner: Run) -> Iterator[None]:
     """Keep the values set by schedulers while the optimizer's state is loaded, because schedules start again."""
     own = [(scheduler, scheduler.get_values()) for group in runner.schedulers.values() for scheduler in group]
+    cycles = [scheduler for scheduler, _ in own if isinstance(scheduler, TorchScheduler) and scheduler.sets_momentum]
+    momenta = [[value_of(group, "momentum") for group in each.optimizer.param_groups] for each in cycles]
     yield
+    for scheduler, kept in zip(cycles, momenta, strict=True):
+        for group, momentum in zip(scheduler.optimizer.param_groups, kept, strict=True):
+            set_value(group, "momentum", momentum)
     for scheduler, values in own:
         scheduler.set_values(values, scheduler.base_values)
 

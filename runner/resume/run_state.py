@@ -21,7 +21,7 @@ from torch.nn import Module
 from ...core.base.errors import CheckpointError, ConfigError, FlexTrainError, StrategyError, counted
 from ...core.base.events import job
 from ...core.base.overriding import overridden
-from ...core.base.tensors import parts_of, replica_of
+from ...core.base.tensors import nonfinite, parts_of, replica_of
 from ...core.checkpoint import (
     Checkpoint,
     PendingSave,
@@ -298,13 +298,13 @@ def save(
         **({META_KEY: runner.hugging_face.values()} if runner.hugging_face else {}),
         **(meta or {}),
     }
-    hooks = {} if is_export else hook_states(runner)
-    state.update({key: value for part in hooks.values() for key, value in part.items()})
-    state |= {SETTINGS: hook_settings(runner)} if len(set(map(type, runner.hooks))) < len(runner.hooks) else {}
     if runner.hook_calls["before_save_checkpoint"]:
         view = SavedView(state)
         runner.call_hook("before_save_checkpoint", checkpoint=view.checkpoint)
         state.update(_flatten(view.apply(), "extra"))
+    hooks = {} if is_export else hook_states(runner)  # their own state may change in before_save_checkpoint
+    state.update({key: value for part in hooks.values() for key, value in part.items()})
+    state |= {SETTINGS: hook_settings(runner)} if len(set(map(type, runner.hooks))) < len(runner.hooks) else {}
     # The averages of a buffer are saved by the process that saves the buffer.
     if others := {name for name, _ in strategy.module.named_buffers() if not saves(strategy, name)}:
         state = {key: value for key, value in state.items() if averaged_name(key) not in others}
@@ -585,6 +585,7 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
         raise CheckpointError(f"{path}: does not fit the model: {report}")
     check_not_quantised(runner, source, fits)
     source.load(fits)
+    _tell_what_overflows(runner, source, fits)
     opened.load(extra)
     runner.strategy.load(fits)
     finish(runner, opened.values, extra)
@@ -604,6 +605,23 @@ def load_weights(runner: Run, path: Path, *, strict: bool, revise_keys: Sequence
             opened.load(found)
             hook.load_state_dict(_unflatten({**opened.values, **found}, f"hook.{name}"))
     _warn_of_averages(runner, opened)
+
+
+def _tell_what_overflows(runner: Run, source: Checkpoint, loaded: Mapping[str, Tensor]) -> None:
+    """Warn if parameters are infinite here, in a dtype of a smaller range than that of the file; a collective."""
+    stored, parameters = source.tensors, {f"{_MODEL}{name}" for name, _ in runner.strategy.parameters()}
+    smaller = {
+        key: tensor
+        for key, tensor in loaded.items()
+        if key in parameters
+        and (stored[key].dtype.is_floating_point and tensor.is_floating_point())
+        and torch.finfo(tensor.dtype).max < torch.finfo(stored[key].dtype).max
+    }
+    found = sorted({key for keys in gather_differing(nonfinite(smaller)) for key in keys})
+    if found:
+        runner.logger.warning(
+            f"{source.path}: has values beyond the range of this model's parameters, {what_is_not_finite(found)} holds NaN or infinity now"
+        )
 
 
 def _warn_of_averages(runner: Run, checkpoint: Checkpoint) -> None:

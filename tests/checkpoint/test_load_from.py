@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 from collections.abc import Callable
@@ -218,6 +219,9 @@ def test_deepspeeds_checkpoint_as_its_own_tool_reads_it(deepspeed_checkpoint: Pa
             assert found[name].dtype is tensor.dtype
     tag = deepspeed_checkpoint / (deepspeed_checkpoint / "latest").read_text()
     same(read(tag), found)
+    told = open_weights(tag).not_read
+    is_half = found["gain"].dtype is torch.bfloat16  # as of stage 0, whose masters have no names
+    assert told == (("optimizer (with float32 masters, which have no names there)",) if is_half else ())
 
 
 def load_foreign(folder: Path, strategy: dict[str, Any], path: Path) -> State:
@@ -238,6 +242,24 @@ def test_deepspeeds_checkpoint_under_other_strategies(
     expected = untied(read(tmp_path / "ds"))
     for found in workers2.run(load_foreign, tmp_path / "run", STRATEGIES[strategy], tmp_path / "ds"):
         same(found, expected)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_universal_checkpoint_has_the_same_masters(workers2: WorkerGroup, tmp_path: Path, stage: int) -> None:
+    pytest.importorskip("deepspeed")
+    from deepspeed.checkpoint import ds_to_universal
+
+    workers2.run(save_with_deepspeed, tmp_path / "ds", stage, True)
+    folders = dict(input_folder=str(tmp_path / "ds" / "global_step3"), output_folder=str(tmp_path / "universal"))
+    how = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
+    ds_to_universal.main(argparse.Namespace(**folders, **how, inject_missing_state=True))
+    same(read(tmp_path / "universal"), read(tmp_path / "ds"))
+    if stage == 2:
+        assert open_weights(tmp_path / "ds").not_read == open_weights(tmp_path / "universal").not_read == ()
+        shutil.rmtree(tmp_path / "universal" / "zero")
+        (line,) = open_weights(tmp_path / "universal").not_read
+        assert line == "float32 masters (files of optimizer states are missing)"
 
 
 def remove(pattern: str) -> Callable[[Path], None]:

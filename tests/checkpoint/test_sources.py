@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flextrain import CheckpointError
-from flextrain.core.checkpoint import Checkpoint, mark_latest, open_weights, save_checkpoint
+from flextrain.core.checkpoint import Checkpoint, mark_latest, open_weights, save_checkpoint, without_prefix
 
 State = dict[str, Tensor]
 
@@ -140,6 +140,7 @@ def test_parts_are_read_alone(tmp_path: Path, form: str) -> None:
         ([torch.ones(1)], "holds a list instead of a state dict"),
         (torch.ones(1), "holds a tensor instead of a state dict"),
         ({"epoch": 3}, "holds no tensors by name"),
+        ({"net": {"w": torch.ones(1)}, "epoch": 3}, "; it has net, save one of them alone"),
         ({"w": torch.ones(2).to_sparse()}, "w is of a sparse kind, and tensors of that kind cannot be read"),
         ({"w": torch.ones(2).to(torch.float8_e4m3fnuz)}, "w is of torch.float8_e4m3fnuz, and tensors of that kind"),
         ({"w": torch.ones(2, device="meta")}, "w is of a meta kind"),
@@ -157,6 +158,14 @@ def test_a_state_dict_beside_that_of_an_optimizer(tmp_path: Path) -> None:
     own = {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"lr": 0.1}]}
     torch.save({"model_state_dict": {"w": torch.ones(2)}, "optimizer_state_dict": own}, tmp_path / "weights.pt")
     assert read(tmp_path / "weights.pt")["w"].tolist() == [1, 1]
+
+
+def test_averages_beside_the_weights_are_told(tmp_path: Path) -> None:
+    model, moments = {"w": torch.ones(2)}, {"state": {0: {"step": torch.ones(())}}}
+    torch.save({"model": model, "model_ema": {"w": torch.zeros(2)}, "optimizer": moments}, tmp_path / "weights.pt")
+    assert read(tmp_path / "weights.pt")["w"].tolist() == [1, 1]
+    _, line = without_prefix(open_weights(tmp_path / "weights.pt"), ["w"])
+    assert line == f"{tmp_path / 'weights.pt'} (torch.save): not loaded: model_ema"
 
 
 def test_a_folder_of_checkpoints_names_the_newest(tmp_path: Path) -> None:

@@ -170,6 +170,17 @@ def test_a_momentum_that_a_schedule_sets_is_no_difference(tmp_path: Path, case: 
     assert "weight_decay 0 instead of 0.3" in line if optimizer["type"] == "SGD" else ", 0.999) instead of (" in line
 
 
+@pytest.mark.parametrize("case", ["cycle", "warm-up", "later-cycle"])
+def test_what_torchs_cycles_set_without_the_optimizer_or_anew(tmp_path: Path, case: str) -> None:
+    """They set the momentum and the initial learning rates, which are the optimizer's otherwise."""
+    schedule = (MOMENTA | {"warm-up": MOMENTA["one-cycle"] | dict(total_steps=45)})[case]
+    whole, saved = values_of(tmp_path / "run", schedule), tmp_path / "run" / "iter_10"
+    rest = values_of(tmp_path / "rest", schedule, dict(path=saved, optimizer=False))
+    assert rest == {at: values for at, values in whole.items() if at >= 10}
+    anew = values_of(tmp_path / "anew", schedule, dict(path=saved, param_scheduler=False))
+    assert list(anew.values()) == [whole[at] for at in range(11)]
+
+
 @pytest.mark.parametrize("case", ["longer", "by-epoch", "one-cycle", "function", "torch"])
 def test_an_equal_schedule_goes_on_as_it_was_left(tmp_path: Path, case: str) -> None:
     """Also where a hook has changed the learning rate: the checkpoint's value is the one to go on from."""

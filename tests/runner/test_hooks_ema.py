@@ -382,6 +382,25 @@ def test_a_checkpoint_holds_both_and_resuming_is_exact(new_run: Callable[..., Fl
     assert all(torch.equal(value, whole.state_dict()[key]) for key, value in state.items())
 
 
+def test_what_is_saved_before_its_turn_has_the_move_too(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
+    """A hook of the same priority that is listed first saves an update of which the average knows nothing yet."""
+
+    def save(runner: Any, *_: Any, **__: Any) -> None:
+        if runner.iter + 1 in (1, 13, 14):
+            runner.save_checkpoint(tmp_path, f"iter_{runner.iter + 1}")
+
+    expected, whole = EMAHook(momentum=0.1), EMAHook(momentum=0.1)
+    new_run(custom_hooks=[expected]).train()
+    new_run(custom_hooks=[At("after_train_iter", save), whole]).train()
+    for done in (1, 13, 14):
+        resumed = EMAHook(momentum=0.1)
+        new_run(resume=str(tmp_path / f"iter_{done}"), custom_hooks=[resumed]).train()
+        for hook in (whole, resumed):
+            state = hook.state_dict()
+            assert state.pop("updates") == 30
+            assert all(torch.equal(value, expected.state_dict()[key]) for key, value in state.items()), done
+
+
 def test_a_run_resumed_without_an_average_starts_one(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
     class Stop(Hook):
         def before_val_epoch(self, runner: Any) -> None:

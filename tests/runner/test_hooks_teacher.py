@@ -100,6 +100,24 @@ def test_the_share_falls_along_half_a_cosine(tmp_path: Path) -> None:
     assert follow.moved == 8
 
 
+def test_what_is_saved_before_its_turn_has_the_move_too(tmp_path: Path) -> None:
+    def save(runner: Any, *_: Any, **__: Any) -> None:
+        if runner.iter + 1 == 5:
+            runner.save_checkpoint(tmp_path, "saved")
+
+    def trained_with(*hooks: Any, **changes: Any) -> dict[str, Tensor]:
+        runner = make_runner(tmp_path / "run", **settings(custom_hooks=[*hooks, hook(momentum=0.1)], **changes))
+        runner.train()
+        return runner.strategy.module.state_dict()
+
+    expected = trained_with()
+    whole = trained_with(At("after_train_iter", save))
+    resumed = trained_with(resume=str(tmp_path / "saved"))
+    for name, tensor in expected.items():
+        assert torch.equal(whole[name], tensor), name
+        assert torch.equal(resumed[name], tensor), name
+
+
 class WithoutItems(Pair):
     """Every second update has no item that counts, and is skipped as after an overflow."""
 

@@ -257,6 +257,21 @@ def test_a_run_whose_head_was_trained_apart_is_not_resumed_with_a_tied_one(tmp_p
         make_runner(tmp_path / "rest", resume=str(path), model=Tied).train()
 
 
+def test_values_beyond_the_range_of_the_model_are_told(tmp_path: Path) -> None:
+    state = some_weights()
+    state["net.0.weight"][0, 0] = 1e6
+    path = written(tmp_path, "pth", state)
+    lines = []
+    for model in (Net().half(), Net().bfloat16()):
+        runner = make_runner(tmp_path / "load", model=model, log_level="WARNING")
+        with log_lines() as said:
+            runner.load_checkpoint(path)
+        lines += [line for line in said if "beyond the range" in line]
+    assert lines == [
+        f"{path}: has values beyond the range of this model's parameters, 1 tensor (model.net.0.weight) holds NaN or infinity now"
+    ]
+
+
 def test_nothing_fits(tmp_path: Path) -> None:
     path = written(tmp_path, "pth", {"other": torch.zeros(3)})
     with pytest.raises(CheckpointError, match="does not fit the model: missing"):

@@ -18,7 +18,7 @@ from flextrain.core.checkpoint import export_weights
 
 from .conftest import Scores
 from .nonfinite import Poison, saved, train_badly, warnings_in
-from .training import Net, make_runner, validation
+from .training import At, Net, make_runner, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -127,6 +127,22 @@ def test_resuming_passes_them_over_and_says_so(tmp_path: Path, caplog: pytest.Lo
     assert f"Resumed from {tmp_path / 'iter_6'}: epoch 0, iteration 6" in caplog.text
     assert runner.iter == 12
     assert saved(tmp_path) == {"iter_10": False, "iter_12": False, "iter_9": True}
+
+
+def test_one_that_has_replaced_the_latest_under_its_name_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save(runner: Any, *_: Any, **__: Any) -> None:
+        if runner.iter + 1 in (3, 5):
+            runner.save_checkpoint(tmp_path, "last")
+
+    train_badly(by_iter(tmp_path, Poison(4), At("after_train_iter", save), iters=5, hook=dict(save_last=False)))
+    assert (tmp_path / "latest").read_text() == "last"
+    assert saved(tmp_path) == {"iter_2": False, "iter_4": True, "last": True}
+    caplog.clear()
+    train_badly(by_iter(tmp_path, iters=6, resume=True, log_level="INFO"))
+    assert f'{tmp_path / "latest"}: names "last", which holds NaN or infinity; iter_2 is resumed' in caplog.text
+    assert f"Resumed from {tmp_path / 'iter_2'}: epoch 0, iteration 2" in caplog.text
 
 
 def test_none_to_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

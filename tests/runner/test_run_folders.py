@@ -16,7 +16,7 @@ import pytest
 
 from flextrain import FlexibleRunner
 from flextrain.core.base.errors import ConfigError, StorageError
-from flextrain.core.checkpoint.folders import FILE, FolderLock, OccupiedError
+from flextrain.core.checkpoint.folders import FILE, FolderLock, OccupiedError, owner_of
 from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
 
@@ -45,6 +45,7 @@ class Asks(Hook):
         with pytest.raises(OccupiedError) as caught:
             FolderLock(self.folder)
         self.said = str(caught.value)
+        assert owner_of(self.folder) is None, "and it does not lose the folder by having looked"
         code = f"from flextrain.core.checkpoint.folders import FolderLock; from pathlib import Path; FolderLock(Path({str(self.folder)!r}))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         self.other = done.stderr

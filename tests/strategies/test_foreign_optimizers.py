@@ -355,6 +355,13 @@ def test_state_that_no_checkpoint_can_hold_is_refused_before_training() -> None:
         SingleDeviceStrategy(device="cpu").setup(nn.Linear(2, 2), OptimWrapper(dict(type=ListKeeper)))
 
 
+def test_quantised_moments_are_refused_before_training() -> None:
+    kind = pytest.importorskip("torchao.optim").AdamW8bit
+    message = "optim_wrapper.optimizer: AdamW8bit keeps quantised moments of large parameters, which no checkpoint has"
+    with pytest.raises(StrategyError, match=message):
+        SingleDeviceStrategy(device="cpu").setup(nn.Linear(64, 64), OptimWrapper(dict(type=kind)))
+
+
 class Counting(Lion):
     """Counts its updates where no checkpoint looks."""
 

@@ -1,7 +1,8 @@
 """Read weights from a checkpoint directory of DeepSpeed, ZeRO 0 to 3; each process reads only the slices that it needs.
 
 DeepSpeed's tools unpickle its files, which may execute any code; here the pickles are only parsed. The partitions of
-ZeRO are merged as in ``deepspeed.utils.zero_to_fp32``; float32 master weights are used if the files have them.
+ZeRO are merged as in ``deepspeed.utils.zero_to_fp32``; float32 master weights are used if the files have them, also
+those of a universal checkpoint, which ``ds_to_universal`` has made.
 
 Source: https://github.com/deepspeedai/DeepSpeed, ``deepspeed/utils/zero_to_fp32.py`` (0.17 to 0.19)
 """
@@ -26,6 +27,10 @@ from .weights_file import MODEL, dtype_name, entry, label
 
 _MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIM_STATES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_UNIVERSAL, _MASTER = "zero", "fp32.pt"
+_MISSING = "float32 masters (files of optimizer states are missing)"
+# Of ZeRO-0 in half precision; they are in the order of the optimizer's groups.
+_MASTERS, _UNNAMED = {"fp32_groups", "fp32_groups_flat"}, "optimizer (with float32 masters, which have no names there)"
 
 Shard = tuple[int, StoredTensor]
 """(index of the file, one-dimensional tensor in it)."""
@@ -91,6 +96,11 @@ class _Reader:
         self.files.append(TorchFile(sibling(path, path.name)))
         return len(self.files) - 1
 
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether there is a file of the model for each process, which has shards of its parameters, as of ZeRO-3."""
+        return self.files[self.models[0]].path.name.startswith("zero_")
+
     def checkpoint(self) -> Checkpoint:
         """All tensors of the files, with the highest precision that they have."""
         model = self.files[self.models[0]].content
@@ -105,13 +115,25 @@ class _Reader:
             else:
                 groups = [state["single_partition_of_fp32_groups"] for state in states]
                 self._add_stages_1_and_2(model, groups, states[0].get("param_alignment_paddings"))
+        elif (self.folder / _UNIVERSAL).is_dir():
+            if self._is_sharded:
+                self._add_frozen_shards()
+            self._add_universal(shapes)
         wanted = [name for group in (*shapes, model.get("frozen_param_shapes") or {}) for name in group]
         if lost := [name for name in wanted if MODEL + name not in self.entries]:
             raise CheckpointError(f"{self.folder}: lacks {lost[0]}, files of optimizer states are missing")
         for name, original in (model.get("shared_params") or {}).items():
             if MODEL + original in self.entries:
                 self.entries[MODEL + name] = self.entries[MODEL + original]
-        return Checkpoint(self.folder, self.entries, {}, self._source, origin="DeepSpeed")
+        beside = self._masters_not_read(model, shapes)
+        return Checkpoint(self.folder, self.entries, {}, self._source, origin="DeepSpeed", not_read=beside)
+
+    def _masters_not_read(self, model: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What to say of float32 masters if the weights of half precision are read in their place."""
+        if not groups:
+            return [_UNNAMED] if (model.get("optimizer") or {}).keys() & _MASTERS else []
+        dtypes = {self.entries[MODEL + name].dtype for shapes in groups for name in shapes}
+        return [_MISSING] if not self.optims and dtypes & {"F16", "BF16"} else []
 
     def _check_world(self, states: Sequence[Mapping[str, Any]]) -> None:
         count = states[0]["partition_count"]
@@ -124,7 +146,7 @@ class _Reader:
     def _add_module(self, model: Mapping[str, Any]) -> None:
         """Add the buffers, and the whole parameters in the precision of computation."""
         module = dict(model["module"] or {})
-        if self.files[self.models[0]].path.name.startswith("zero_"):  # one file per process: parameters are sharded
+        if self._is_sharded:
             module = {name: tensor for name, tensor in module.items() if name in model["buffer_names"]}
         else:
             module |= model.get("frozen_param_fragments") or {}
@@ -164,6 +186,18 @@ class _Reader:
                 ranges += [(f, tensor, start, at + begin, length) for f, tensor, start, at, length in own]
             self._add(name, shape, ranges)
             offset += share
+
+    def _add_universal(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Add the parameters of a universal checkpoint, which has a folder with the whole master of each."""
+        folder = self.folder / _UNIVERSAL
+        there = {path.name for path in folder.iterdir() if not path.is_symlink()}
+        for name, shape in (item for shapes in groups for item in shapes.items()):
+            if name not in there or not (folder / name / _MASTER).is_file():
+                continue  # ZeRO-1 and 2 leave out what never had a gradient
+            file = self._open(folder / name / _MASTER)
+            content = self.files[file].content
+            master = content["param"] if isinstance(content, Mapping) else content  # flat and padded after ZeRO-3
+            self._add(name, shape, [(file, master, 0, 0, math.prod(shape))])
 
     # Chunks
 

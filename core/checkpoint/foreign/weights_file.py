@@ -112,8 +112,11 @@ def _open_safetensors(path: Path) -> Checkpoint:
 def _open_torch(path: Path) -> Checkpoint:
     file = TorchFile(path)
     tensors = named_tensors(path, file.content)
+    others = _other_parts(file.content)
     if not tensors:
-        raise CheckpointError(f"{path}: holds no tensors by name")
+        known = ", ".join(f'"{key}"' for key in _CONTAINERS)
+        there = f"; it has {', '.join(others)}, save one of them alone" if others else ""
+        raise CheckpointError(f"{path}: holds no tensors by name, at the top or under {known}{there}")
     first: dict[StoredTensor, str] = {}  # names of one tensor have one entry, so that nobody compares it with itself
     entries = {
         MODEL + name: whole(path, first.setdefault(tensor, name), dtype_name(path, name, tensor), tensor.shape)
@@ -130,7 +133,7 @@ def _open_torch(path: Path) -> Checkpoint:
 
     content = file.content
     is_lightning = isinstance(content, Mapping) and LIGHTNING_VERSION in content
-    beside = [str(key) for key in content if key not in ("state_dict", LIGHTNING_VERSION)] if is_lightning else []
+    beside = [str(key) for key in content if key not in ("state_dict", LIGHTNING_VERSION)] if is_lightning else others
     origin = "Lightning" if is_lightning else "torch.save"
     return Checkpoint(path, entries, values, source, origin=origin, not_read=beside)
 
@@ -156,13 +159,31 @@ def named_tensors(path: Path, content: Any) -> dict[str, StoredTensor]:
     return {str(name): value for name, value in state_dict(path, content).items() if isinstance(value, StoredTensor)}
 
 
+_CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
+
+
+def _other_parts(content: Any) -> list[str]:
+    """The keys of further state dicts beside the one that is read, such as averaged weights."""
+    chosen = next(
+        (key for key in _CONTAINERS if isinstance(content, Mapping) and isinstance(content.get(key), Mapping)), None
+    )
+    parts = content.items() if isinstance(content, Mapping) else ()
+    return [
+        one_line(key)
+        for key, part in parts
+        if key != chosen
+        and isinstance(part, Mapping)
+        and any(isinstance(value, StoredTensor) for value in part.values())
+    ]
+
+
 def state_dict(path: Path, content: Any) -> Mapping[Any, Any]:
     """The state dict in ``content``: itself, or under a key as in MMEngine's checkpoints.
 
     Raises:
         CheckpointError: it is not a dict.
     """
-    for key in ("state_dict", "model_state_dict", "model", "module"):
+    for key in _CONTAINERS:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     if not isinstance(content, Mapping):
