@@ -57,6 +57,18 @@ def replaced(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
 
 
+def finite(path: Path) -> Path:
+    """The name of a checkpoint in whose place ``path`` has NaN or infinity."""
+    return path.with_name(f"{path.name}.finite")
+
+
+def keep_finite(path: Path) -> None:
+    """Give the checkpoint ``path``, which is about to be replaced by one with NaN or infinity, the name ``finite(path)``."""
+    kept = finite(path)
+    shutil.rmtree(kept, ignore_errors=True)
+    path.rename(kept)
+
+
 def begin(path: Path) -> Path:
     """Make the empty directory in which the checkpoint ``path`` is assembled; remove leftovers of a killed save.
 

@@ -536,6 +536,8 @@ class _Save:
         files |= dict(part.file for part in written if part.file is not None)
         marked = tuple(sorted({key for part in written for key in part.nonfinite}))
         directory.seal(folder, manifest_of(self._plan.tensors, files, self._written_by, marked))
+        if marked and is_local(self.path) and directory.is_checkpoint(self.path) and not rows.is_marked(self.path):
+            directory.keep_finite(self.path)
         directory.commit(self.path, folder)
         if self._options.is_latest and not marked:
             directory.mark_latest(self.path)

@@ -18,7 +18,7 @@ from ...core.base.errors import CheckpointError, ConfigError, StorageError, coun
 from ...core.base.events import append_event
 from ...core.base.tensors import check_tensor, is_quantised, size_text
 from ...core.checkpoint import PendingSave, Staging, is_local, remove_checkpoint, what_is_not_finite
-from ...core.checkpoint.directory import check_no_other_files, temporary, to_json
+from ...core.checkpoint.directory import check_no_other_files, finite, temporary, to_json
 from ...core.checkpoint.load import Checkpoint
 from ...core.checkpoint.untrusted import one_line
 from ...core.comm.agreement import raising_together, told_by_rank_0
@@ -205,7 +205,8 @@ class Saver:
         self._run.logger.log(
             logging.WARNING if was_good else logging.INFO,  # one warning for several marked ones in a row
             f"Checkpoint {path.name} holds NaN or infinity in {what_is_not_finite(keys)}: it is marked, resume=True "
-            "skips it, and no older one is deleted for it",
+            "skips it, and no older one is deleted for it"
+            + (f"; that of this name is {kept.name} now" if (kept := finite(path)).exists() else ""),
         )
 
 

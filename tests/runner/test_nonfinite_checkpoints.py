@@ -136,13 +136,18 @@ def test_one_that_has_replaced_the_latest_under_its_name_is_passed_over(
         if runner.iter + 1 in (3, 5):
             runner.save_checkpoint(tmp_path, "last")
 
-    train_badly(by_iter(tmp_path, Poison(4), At("after_train_iter", save), iters=5, hook=dict(save_last=False)))
+    train_badly(
+        by_iter(
+            tmp_path, Poison(4), At("after_train_iter", save), iters=5, hook=dict(save_last=False), log_level="INFO"
+        )
+    )
     assert (tmp_path / "latest").read_text() == "last"
-    assert saved(tmp_path) == {"iter_2": False, "iter_4": True, "last": True}
+    assert saved(tmp_path) == {"iter_2": False, "iter_4": True, "last": True, "last.finite": False}
+    assert "no older one is deleted for it; that of this name is last.finite now" in caplog.text
     caplog.clear()
     train_badly(by_iter(tmp_path, iters=6, resume=True, log_level="INFO"))
-    assert f'{tmp_path / "latest"}: names "last", which holds NaN or infinity; iter_2 is resumed' in caplog.text
-    assert f"Resumed from {tmp_path / 'iter_2'}: epoch 0, iteration 2" in caplog.text
+    assert f'{tmp_path / "latest"}: names "last", which holds NaN or infinity; last.finite is resumed' in caplog.text
+    assert f"Resumed from {tmp_path / 'last.finite'}: epoch 0, iteration 3" in caplog.text
 
 
 def test_none_to_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
