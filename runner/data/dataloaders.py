@@ -221,6 +221,7 @@ class TrainData:
     """
 
     _held: HeldBatches | None = None
+    _prints = ""  # of the datasets of all processes, if each has its own
 
     def __init__(
         self, loader: Any, accumulate: int, seed: int, diff_rank_seed: bool = False, shard: tuple[int, int] = (0, 1)
@@ -310,6 +311,8 @@ class TrainData:
             )
         if any(deals):
             checks.check_same_data(prints)
+        elif len(own_ones := dict.fromkeys(map(str, prints))) > 1:
+            self._prints = "; ".join(own_ones)
         if not all(even):
             self._in_step = InStep(
                 "train_dataloader", processes=len(samples), ahead=not any(keeps_position), timeout_s=timeout_s
@@ -368,9 +371,8 @@ class TrainData:
 
     @property
     def fingerprint(self) -> str | None:
-        """What the dataset says of its content; None if it says nothing."""
-        found = getattr(self._dataset, "fingerprint", None)
-        return found if isinstance(found, str) else None
+        """What the dataset says of its content, or those of all processes if each has its own; None if it says nothing."""
+        return self._prints or checks.print_of(self._dataset)
 
     @property
     def stream_workers(self) -> int | None:
