@@ -299,10 +299,13 @@ def print_of(dataset: Any) -> str | None:
 
 def _chosen(dataset: Any) -> list[str] | None:
     """Some of the indices that a Subset, or a dataset of Hugging Face's, has of another one; None if it has none."""
-    table = getattr(dataset, "_indices", None) if type(dataset).__module__.startswith("datasets.") else None
-    indices = dataset.indices if isinstance(dataset, Subset) else None if table is None else table.column(0)
+    if not isinstance(dataset, Subset) and not type(dataset).__module__.startswith("datasets."):
+        return None
+    indices = next((held for name, held in vars(dataset).items() if name.lstrip("_") == "indices"), None)
     if indices is None:
         return None
+    if hasattr(indices, "column"):  # a table
+        indices = indices.column(0)
     size, most = len(indices), _COMPARED
     numbers = {*range(min(most, size)), *range(max(0, size - most), size), *(size * at // most for at in range(most))}
     return [
