@@ -17,8 +17,6 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from itertools import repeat
-from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
+from ...core.base.errors import DataError
 from ...core.comm.topology import process_shard, tell_worker
 from ...core.random.generators import Watch, nth_seed, seed_generators
 from ..signals import Outliving, is_caught
@@ -150,6 +149,11 @@ class SeededDataset(Dataset[Any]):
                 self._draws = True  # from now on; this batch is read again with seeds
             with watch:
                 return self._draw(turn, watch)
+        except StopIteration as error:  # it would end the epoch, as if there were no more samples
+            raise DataError(
+                f"{type(self.dataset).__name__} or its collate_fn: raised StopIteration, as next() does at an end, at "
+                f"{samples_in_words(turn.indices)}; give next() a default"
+            ) from error
         except Exception as error:
             if hasattr(error, "add_note"):  # Python 3.11; a worker sends notes to the training process
                 error.add_note(samples_in_words(turn.indices))
@@ -159,7 +163,8 @@ class SeededDataset(Dataset[Any]):
         if self._at_once:
             return self.collate(self.dataset.__getitems__(indices))
         dataset = self.dataset
-        return self.collate(list(map(getitem, repeat(dataset), indices)) if self.in_batches else dataset[indices])
+        # No map: it would end at a StopIteration of the dataset, with the samples before it.
+        return self.collate([dataset[index] for index in indices] if self.in_batches else dataset[indices])
 
     def _draw(self, turn: Turn, watch: Watch) -> Any:
         """Read a batch with seeds; for the first one, find out whether the seeds were needed."""
