@@ -667,6 +667,24 @@ class WatchesAgent(Protocol):
 
 
 @contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Let signals wait for the end of the block: each would end the wait for workers that save, and take the store from them."""
+    came: list[int] = []
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1]
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: found for number in numbers if is_main and callable(found := signal.getsignal(number))}
+    for number in before:
+        signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in came[:1]:
+        signal.raise_signal(number)
+
+
+@contextmanager
 def watched_agent(watcher: WatchesAgent) -> Iterator[None]:
     """Let agents that ``torch.distributed.run`` makes in this block tell ``watcher`` what they do. 2.6, 2.15.
 
@@ -698,7 +716,8 @@ def watched_agent(watcher: WatchesAgent) -> Iterator[None]:
         def _shutdown(self, *arguments: Any, **named: Any) -> None:
             if hasattr(self, "_shutdown_timeout"):  # torch 2.6 has no such option
                 named.setdefault("timeout", self._shutdown_timeout)
-            super()._shutdown(*arguments, **named)
+            with _signals_wait():
+                super()._shutdown(*arguments, **named)
 
     launcher.LocalElasticAgent = Agent
     try:

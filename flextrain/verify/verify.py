@@ -388,10 +388,12 @@ def _largest(measured: Iterable[dict[str, float]]) -> dict[str, float | None]:
 
 
 def _over_all(found: Iterable[dict[str, float]]) -> dict[str, float]:
-    """The largest difference of every entry."""
+    """The largest difference of every entry; what is no longer a number at some step says nothing about the others."""
     largest: dict[str, float] = {}
     for each in found:
-        largest |= {entry: max(value, largest.get(entry, 0.0)) for entry, value in each.items()}
+        for entry, value in each.items():
+            if value < math.inf or entry not in largest:
+                largest[entry] = max(value, largest.get(entry, 0.0))
     return largest
 
 
