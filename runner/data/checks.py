@@ -281,6 +281,16 @@ def check_same_data(prints: Sequence[str | None]) -> None:
             )
 
 
+def prints_of_all(prints: Sequence[str | None], deals: bool) -> str:
+    """Check that all processes have the same data, if a sampler ``deals`` them; else return the prints, if they differ, as one."""
+    if deals:
+        check_same_data(prints)
+    each = dict.fromkeys(map(str, prints))
+    return "; ".join(each) if len(each) > 1 else ""
+
+
+MADE_OF_OTHERS = (*HOLDERS, DatasetWrapper)
+"""Datasets that hold others."""
 _COMPARED = 64  # indices of a choice of samples, at its beginning, at its end, and of all
 
 

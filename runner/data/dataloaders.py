@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, cast
 
@@ -309,10 +310,7 @@ class TrainData:
                 "DefaultSampler or InfiniteSampler needs the same dataset on every process; if each process has its own, "
                 "give an IterableDataset or another sampler"
             )
-        if any(deals):
-            checks.check_same_data(prints)
-        elif len(own_ones := dict.fromkeys(map(str, prints))) > 1:
-            self._prints = "; ".join(own_ones)
+        self._prints = checks.prints_of_all(prints, any(deals))
         if not all(even):
             self._in_step = InStep(
                 "train_dataloader", processes=len(samples), ahead=not any(keeps_position), timeout_s=timeout_s
@@ -372,7 +370,9 @@ class TrainData:
     @property
     def fingerprint(self) -> str | None:
         """What the dataset says of its content, or those of all processes if each has its own; None if it says nothing."""
-        return self._prints or checks.print_of(self._dataset)
+        own = getattr(self._dataset, "fingerprint", None)
+        is_made = isinstance(self._dataset, checks.MADE_OF_OTHERS) or "datasets" in sys.modules
+        return self._prints or (checks.print_of(self._dataset) if is_made else own if isinstance(own, str) else None)
 
     @property
     def stream_workers(self) -> int | None:
