@@ -412,6 +412,31 @@ def test_a_restart_heeds_the_shutdown_timeout() -> None:
     assert waited == [(signal.SIGTERM, 7), (signal.SIGINT, 5)]
 
 
+def test_further_signals_wait_until_the_processes_have_saved() -> None:
+    """The third one ended the agent, and with it the store: the processes, which were saving, could not."""
+    launcher = importlib.import_module("torch.distributed.launcher.api")
+    told: list[Any] = []
+
+    def close(*_: Any) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+        told.append("saved")
+
+    with watched_agent(Supervisor("", Path())):
+        spec = WorkerSpec("trainer", 1, SimpleNamespace(), entrypoint="true")  # type: ignore[arg-type]
+        agent: Any = launcher.LocalElasticAgent(spec, DefaultLogsSpecs())
+    agent._pcontext = SimpleNamespace(close=close)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        for number in before:
+            signal.signal(number, lambda number, _: told.append(number))
+        agent._shutdown(signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert told == ["saved", signal.SIGTERM]
+
+
 # Real processes
 
 JOB_SCRIPT = """

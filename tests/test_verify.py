@@ -273,6 +273,26 @@ def test_a_strategy_that_averages_twice(script: str, group: WorkerGroup) -> None
 
 
 @pytest.mark.distributed
+def test_steps_that_end_in_nan_are_not_compared(tmp_path: Path, group: WorkerGroup) -> None:
+    """They hid the difference in the steps before, because no rounding was as large as what is no number."""
+    text = SCRIPT.replace("(error ** 2).mean()}", "(error ** 2).mean() * scale(self)}").replace(
+        "@STRATEGIES.register_module()\nclass AveragesTwice",
+        "def scale(model):\n    model.calls = getattr(model, 'calls', 0) + 1\n"
+        "    return float('nan') if model.calls > arguments.finite else 1\n\n@STRATEGIES.register_module()\nclass AveragesTwice",
+    )
+    text = text.replace("accumulative_counts=2", "accumulative_counts=1")
+    path = write(tmp_path, text.replace(
+        'parser.add_argument("--sum"', 'parser.add_argument("--finite", type=int)\nparser.add_argument("--sum"'
+    ))  # fmt: skip
+    report = verify(path, ["ddp", "AveragesTwice"], arguments=["--finite", "5"], steps=8, workers=group)
+    assert [row.status for row in report.rows] == ["same", "differs"]
+    assert report.steps == 4
+    assert "The loss is NaN on one device in step 6: 4 steps before are compared" in report.notes
+    with pytest.raises(ConfigError, match="verify: the loss is NaN on one device in step 2, so that nothing can be"):
+        verify(path, ["ddp"], arguments=["--finite", "1"], steps=8, workers=group)
+
+
+@pytest.mark.distributed
 def test_a_strategy_whose_evaluation_differs(script: str, group: WorkerGroup) -> None:
     report = verify(script, ["fsdp", "EvaluatesItsOwn"], arguments=["--validates", "20"], steps=2, workers=group)
     good, bad = report.rows

@@ -662,6 +662,9 @@ class WatchesAgent(Protocol):
     def may_restart(self) -> bool:
         """After a failure: whether the agent may restart the workers, if it has restarts left."""
 
+    def signals_wait(self) -> AbstractContextManager[None]:
+        """Around the end of the workers."""
+
     def leaves(self) -> str:
         """After a failure: why this machine leaves the job, which goes on with the others; empty if it does not."""
 
@@ -670,8 +673,7 @@ class WatchesAgent(Protocol):
 def watched_agent(watcher: WatchesAgent) -> Iterator[None]:
     """Let agents that ``torch.distributed.run`` makes in this block tell ``watcher`` what they do. 2.6, 2.15.
 
-    torch's own events come too late to prevent a restart. Also, a restart heeds ``--shutdown-timeout``, which torch does
-    only at the end of the job. Nothing else of the agent is changed.
+    torch's own events come too late to prevent a restart, and a restart of torch's does not heed ``--shutdown-timeout``.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -689,8 +691,7 @@ def watched_agent(watcher: WatchesAgent) -> Iterator[None]:
             failures = sorted(result.failures.items(), key=lambda item: item[1].timestamp)
             watcher.looked({rank: failure.exitcode for rank, failure in failures} if has_failed else None)
             if has_failed and (why := watcher.leaves()):
-                # As when a signal ends the agent: only then does it not close the rendezvous for the others.
-                raise SignalException(why, signal.SIGTERM)
+                raise SignalException(why, signal.SIGTERM)  # only then is the rendezvous not closed for the others
             if has_failed and not watcher.may_restart():
                 self._remaining_restarts = 0
             return result
@@ -698,7 +699,8 @@ def watched_agent(watcher: WatchesAgent) -> Iterator[None]:
         def _shutdown(self, *arguments: Any, **named: Any) -> None:
             if hasattr(self, "_shutdown_timeout"):  # torch 2.6 has no such option
                 named.setdefault("timeout", self._shutdown_timeout)
-            super()._shutdown(*arguments, **named)
+            with watcher.signals_wait():
+                super()._shutdown(*arguments, **named)
 
     launcher.LocalElasticAgent = Agent
     try:
@@ -708,7 +710,6 @@ def watched_agent(watcher: WatchesAgent) -> Iterator[None]:
 
 
 # Marks: states of torch's generator on the CPU that stand for a state which is not computed yet.
-#
 # The layout of a state is private: the seed (8 bytes), three counters (16 bytes), the 624 words (8 bytes each), a
 # spare normal number. It was checked with torch 2.6 and 2.15. A mark has the state's seed, and words that no seeding
 # gives.
@@ -733,7 +734,6 @@ def mark_of(state: Tensor) -> int | None:
 
 
 # Private names of torch for a copy of a model's modules, whose tensors take no memory until they are filled.
-#
 # The dicts of ``nn.Module`` were checked with torch 2.6 to 2.15.
 
 

@@ -8,10 +8,12 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from .command_line import DEFAULT_SIGNALS, OWN, Options
 from .starts import Fault, History, failure_elsewhere, failure_of, signal_name
 
 _FAILED = 1
+_SIGNALS = [signal.Signals[name] for name in DEFAULT_SIGNALS.split(",")]
 _TOUCH_S = 1.0
 
 
@@ -101,6 +104,22 @@ class Supervisor:
         if told and self._ranks.issuperset(told[-1]["ranks"]):
             self.left_out = str(told[-1]["reason"])
         return self.left_out
+
+    @contextmanager
+    def signals_wait(self) -> Iterator[None]:
+        """Let signals wait for the end of the block: each would end the wait for processes that save, and take the store from them."""
+        came: list[int] = []
+        is_main = threading.current_thread() is threading.main_thread()
+        before = {number: found for number in _SIGNALS if is_main and callable(found := signal.getsignal(number))}
+        for number in before:
+            signal.signal(number, lambda number, _: came.append(number))
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        for one in came[:1]:
+            signal.raise_signal(one)
 
     def ended(self, event: str, **facts: Any) -> None:
         """Note the end of the job."""

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from rich.console import Group
 from rich.text import Text
 
-from ..core.base.errors import ConfigError, FlexTrainError
+from ..core.base.errors import ConfigError, FlexTrainError, counted
 from ..optim.canonical import split_key
 from ..tables import FittedTable, add_row, as_text
 from ..testing.simulation.group_private import check_threads_as_ranks
@@ -221,12 +221,13 @@ def _fill(
 ) -> None:
     on_progress("one device")
     try:
-        reference, in_parts, exact = (group.run(train_alone, job, way)[0] for way in get_args(Way))
+        job, reference = _reference(job, group)
+        _, *others = get_args(Way)
+        in_parts, exact = (group.run(train_alone, job, way)[0] for way in others)
     except WorkerError as error:
         if isinstance(error.__cause__, FlexTrainError):
             raise error.__cause__ from None
         raise
-    assert reference is not None
     report.notes, report.steps = reference.notes, len(reference.losses)
     rounded: list[list[dict[str, float]]] = []
     norm_in_float64: float | None = None
@@ -254,6 +255,28 @@ def _fill(
     for name in job.strategies:
         on_progress(name)
         report.rows.append(_row(name, job, group, reference, floor, tolerance))
+
+
+def _reference(job: Job, group: WorkerGroup) -> tuple[Job, ProcessTrace]:
+    """The training on one device, and the job with as many steps as can be compared: without those that end in NaN.
+
+    Raises:
+        ConfigError: nothing can be compared.
+    """
+    reference = group.run(train_alone, job, "usual")[0]
+    assert reference is not None
+    before = next((step for step, loss in enumerate(reference.losses) if loss is not None and math.isnan(loss)), None)
+    if before is None:
+        return job, reference
+    if before < 2:  # the weights of the step before may not be numbers either
+        raise ConfigError(
+            f"verify: the loss is NaN on one device in step {before + 1}, so that nothing can be compared; mend that first"
+        )
+    shorter, found = _reference(dataclasses.replace(job, steps=before - 1), group)
+    found.notes.append(
+        f"The loss is NaN on one device in step {before + 1}: {counted(before - 1, 'step')} before are compared"
+    )
+    return shorter, found
 
 
 def _not_a_mean(reference: ProcessTrace, in_parts: ProcessTrace, differences: dict[str, float], allowed: float) -> str:
@@ -365,10 +388,12 @@ def _largest(measured: Iterable[dict[str, float]]) -> dict[str, float | None]:
 
 
 def _over_all(found: Iterable[dict[str, float]]) -> dict[str, float]:
-    """The largest difference of every entry."""
+    """The largest difference of every entry; what is no longer a number at some step says nothing about the others."""
     largest: dict[str, float] = {}
     for each in found:
-        largest |= {entry: max(value, largest.get(entry, 0.0)) for entry, value in each.items()}
+        for entry, value in each.items():
+            if value < math.inf or entry not in largest:
+                largest[entry] = max(value, largest.get(entry, 0.0))
     return largest
 
 

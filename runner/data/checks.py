@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import itertools
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from ...core.base.config import check_call
 from ...core.base.errors import ConfigError, counted, one_of, suggest
 from ...core.base.registry import DATA_SAMPLERS
 from .collate import check_collate, named_function
-from .dataset_wrappers import check_dataset_config, check_in_one_pass, is_config
+from .dataset_wrappers import DatasetWrapper, check_dataset_config, check_in_one_pass, is_config
 from .samplers import HOLDERS, InfiniteSampler, follows_span, held_in
 from .streams.divided_streams import SHARD
 from .user_loaders import gives_batches, length_of, sampler_of
@@ -275,9 +276,51 @@ def check_same_data(prints: Sequence[str | None]) -> None:
     for rank, other in enumerate(prints):
         if other != prints[0]:
             raise ConfigError(
-                f"train_dataloader.dataset: is {prints[0]} on process 0 and {other} on process {rank}, which read other files or "
-                "have other settings; give all the same"
+                f"train_dataloader.dataset: is {prints[0]} on process 0 and {other} on process {rank}, which read other files, chose "
+                "other samples or have other settings; give all the same"
             )
+
+
+def prints_of_all(prints: Sequence[str | None], deals: bool) -> str:
+    """Check that all processes have the same data, if a sampler ``deals`` them; else return the prints, if they differ, as one."""
+    if deals:
+        check_same_data(prints)
+    each = dict.fromkeys(map(str, prints))
+    return "; ".join(each) if len(each) > 1 else ""
+
+
+MADE_OF_OTHERS = (*HOLDERS, DatasetWrapper)
+"""Datasets that hold others."""
+_COMPARED = 64  # indices of a choice of samples, at its beginning, at its end, and of all
+
+
+def print_of(dataset: Any) -> str | None:
+    """What a dataset, or those of which it is made, say of their content, and which of their samples it has; None if they say nothing."""
+    found = getattr(dataset, "fingerprint", None)
+    if isinstance(found, str):
+        return found
+    inner = [dataset.dataset] if isinstance(dataset, DatasetWrapper) else held_in(dataset)
+    parts, chosen = [print_of(one) for one in inner], _chosen(dataset)
+    if chosen is None and not any(parts):
+        return None
+    digest = hashlib.sha256(repr([parts, chosen]).encode()).hexdigest()
+    return f"{type(dataset).__name__} of {length_of(dataset)} samples ({digest[:16]})"
+
+
+def _chosen(dataset: Any) -> list[str] | None:
+    """Some of the indices that a Subset, or a dataset of Hugging Face's, has of another one; None if it has none."""
+    if not isinstance(dataset, Subset) and not type(dataset).__module__.startswith("datasets."):
+        return None
+    indices = next((held for name, held in vars(dataset).items() if name.lstrip("_") == "indices"), None)
+    if indices is None:
+        return None
+    if hasattr(indices, "column"):  # a table
+        indices = indices.column(0)
+    size, most = len(indices), _COMPARED
+    numbers = {*range(min(most, size)), *range(max(0, size - most), size), *(size * at // most for at in range(most))}
+    return [
+        str(getattr(one, "item", lambda one=one: one)()) for one in (indices[at] for at in sorted(numbers) if at < size)
+    ]
 
 
 def is_infinite(sampler: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, cast
 
@@ -221,6 +222,7 @@ class TrainData:
     """
 
     _held: HeldBatches | None = None
+    _prints = ""  # of the datasets of all processes, if each has its own
 
     def __init__(
         self, loader: Any, accumulate: int, seed: int, diff_rank_seed: bool = False, shard: tuple[int, int] = (0, 1)
@@ -308,8 +310,7 @@ class TrainData:
                 "DefaultSampler or InfiniteSampler needs the same dataset on every process; if each process has its own, "
                 "give an IterableDataset or another sampler"
             )
-        if any(deals):
-            checks.check_same_data(prints)
+        self._prints = checks.prints_of_all(prints, any(deals))
         if not all(even):
             self._in_step = InStep(
                 "train_dataloader", processes=len(samples), ahead=not any(keeps_position), timeout_s=timeout_s
@@ -368,9 +369,10 @@ class TrainData:
 
     @property
     def fingerprint(self) -> str | None:
-        """What the dataset says of its content; None if it says nothing."""
-        found = getattr(self._dataset, "fingerprint", None)
-        return found if isinstance(found, str) else None
+        """What the dataset says of its content, or those of all processes if each has its own; None if it says nothing."""
+        own = getattr(self._dataset, "fingerprint", None)
+        is_made = isinstance(self._dataset, checks.MADE_OF_OTHERS) or "datasets" in sys.modules
+        return self._prints or (checks.print_of(self._dataset) if is_made else own if isinstance(own, str) else None)
 
     @property
     def stream_workers(self) -> int | None:

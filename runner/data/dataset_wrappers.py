@@ -20,7 +20,7 @@ from ...core.base.registry import DATASETS
 from .samplers import tell_epoch
 
 
-class _Wrapper(Dataset[Any]):
+class DatasetWrapper(Dataset[Any]):
     """Base class: makes samples of the samples of ``self.dataset``.
 
     Reading a batch of samples with the inner dataset's ``__getitems__`` is left to a subclass; random numbers of a
@@ -67,7 +67,7 @@ class _Wrapper(Dataset[Any]):
         return self.dataset.get_cat_ids(self.index_of(index))
 
 
-class RepeatDataset(_Wrapper):
+class RepeatDataset(DatasetWrapper):
     """A dataset several times over, as one epoch.
 
     Args:
@@ -83,7 +83,7 @@ class RepeatDataset(_Wrapper):
         super().__init__(dataset, lazy_init, where)
 
     def index_of(self, index: int) -> int:
-        """See _Wrapper."""
+        """See DatasetWrapper."""
         return range(len(self))[index] % len(self.dataset)
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class RepeatDataset(_Wrapper):
         return self.times * len(self.dataset)
 
 
-class ClassBalancedDataset(_Wrapper):
+class ClassBalancedDataset(DatasetWrapper):
     """A dataset in which samples of rare categories are repeated.
 
     A category in a share ``f`` of the samples asks for ``sqrt(oversample_thr / f)`` repetitions, at least 1; a sample is
@@ -139,7 +139,7 @@ class ClassBalancedDataset(_Wrapper):
         self._is_ready = True
 
     def index_of(self, index: int) -> int:
-        """See _Wrapper."""
+        """See DatasetWrapper."""
         return self.repeat_indices[index]
 
     def __len__(self) -> int:

@@ -333,12 +333,13 @@ class Feed:
         if loader.pin_memory or isinstance(loader.dataset, IterDataPipe):
             return iter(self._read)
         samples = iter(loader.dataset)
+        # In a generator, a StopIteration of the collate function is an error, and not the end.
         if loader.batch_size is None:
-            return map(loader.collate_fn, samples)
+            return (loader.collate_fn(sample) for sample in samples)
         groups = iter(lambda: list(islice(samples, loader.batch_size)), [])
         if loader.drop_last:
             groups = (group for group in groups if len(group) == loader.batch_size)
-        return map(loader.collate_fn, groups)
+        return (loader.collate_fn(group) for group in groups)
 
 
 @dataclass

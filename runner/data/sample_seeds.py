@@ -17,8 +17,6 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from itertools import repeat
-from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
+from ...core.base.errors import DataError
 from ...core.comm.topology import process_shard, tell_worker
 from ...core.random.generators import Watch, nth_seed, seed_generators
 from ..signals import Outliving, is_caught
@@ -151,15 +150,14 @@ class SeededDataset(Dataset[Any]):
             with watch:
                 return self._draw(turn, watch)
         except Exception as error:
-            if hasattr(error, "add_note"):  # Python 3.11; a worker sends notes to the training process
-                error.add_note(samples_in_words(turn.indices))
-            raise
+            raise _of_samples(error, self.dataset, turn.indices)  # noqa: B904 - it is that error, or has it as its cause
 
+    # Without map, which would end at a StopIteration of the dataset with the samples before it.
     def _read(self, indices: Any) -> Any:
         if self._at_once:
             return self.collate(self.dataset.__getitems__(indices))
         dataset = self.dataset
-        return self.collate(list(map(getitem, repeat(dataset), indices)) if self.in_batches else dataset[indices])
+        return self.collate([dataset[index] for index in indices] if self.in_batches else dataset[indices])
 
     def _draw(self, turn: Turn, watch: Watch) -> Any:
         """Read a batch with seeds; for the first one, find out whether the seeds were needed."""
@@ -250,6 +248,20 @@ class WorkerInit:
         object.__setattr__(info, "dataset", original(dataset))  # torch forbids a normal assignment
         if self.function is not None:
             self.function(worker)
+
+
+def _of_samples(error: Exception, dataset: Any, indices: Any) -> Exception:
+    """Return the error, with a note that names the samples; for a StopIteration, which would end the epoch, another one."""
+    if not isinstance(error, StopIteration):
+        if hasattr(error, "add_note"):  # Python 3.11; a worker sends notes to the training process
+            error.add_note(samples_in_words(indices))
+        return error
+    found = DataError(
+        f"{type(dataset).__name__} or its collate_fn: raised StopIteration, as next() does at an end, at "
+        f"{samples_in_words(indices)}; give next() a default"
+    )
+    found.__cause__ = error
+    return found
 
 
 def samples_in_words(indices: Any) -> str:

@@ -239,6 +239,8 @@ def keeps_position(loader: Any) -> bool:
 def why_not_by_state(loader: Any) -> str | None:
     """Return why the state of a stream, or of a loader's, does not determine its next sample; None if nothing is known."""
     dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, DividedStream):
+        dataset = dataset.dataset
     if isinstance(dataset, KeptPasses):
         return why_read_again(original(dataset))
     return why_read_again(original(loader if dataset is None else dataset), getattr(loader, "num_workers", 0))

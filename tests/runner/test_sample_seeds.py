@@ -25,6 +25,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from flextrain.core.base.errors import DataError
 from flextrain.core.random.generators import RandomStream, Watch
 from flextrain.runner import build_dataloader
 from flextrain.runner.data.dataloaders import TrainData
@@ -264,6 +265,32 @@ def test_without_batches() -> None:
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
 def test_with_pinned_memory() -> None:
     assert rows(data(Noisy(), pin_memory=True), 0, 3) == over_processes(1, 0)[6:]
+
+
+class EndsInside(Noisy):
+    """Sample 5 asks an iterator that is at its end for one more, by ``next``."""
+
+    def __getitem__(self, index: int) -> Any:
+        return next(iter(())) if index == 5 else torch.tensor(index)
+
+
+def ends_inside(samples: list[Any]) -> Any:
+    return next(iter(()))
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"num_workers": 1}, marks=pytest.mark.processes)])
+def test_a_sample_that_stops_is_not_the_end_of_the_data(options: dict[str, Any]) -> None:
+    """Python takes it for the end of the batch, or of the epoch: samples were left out without a word."""
+    loader = DataLoader(EndsInside(), batch_size=4, **options)
+    with pytest.raises(DataError, match=r"EndsInside or its collate_fn: raised StopIteration.* at samples 4, 5, 6, 7"):
+        rows(data(None, loader=loader), 0)
+    with pytest.raises(DataError, match=r"at samples 0, 1, 2, 3 of the dataset"):
+        rows(data(None, loader=DataLoader(Noisy(), batch_size=4, collate_fn=ends_inside, **options)), 0)
+
+
+def test_a_collate_function_that_stops_is_not_the_end_of_a_stream() -> None:
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        rows(data(Tosses(), collate_fn=ends_inside), 0)
 
 
 # Orders that are not flextrain's

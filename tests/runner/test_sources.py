@@ -239,6 +239,17 @@ def test_truncated_archives(tmp_path: Path) -> None:
         TarFiles(tmp_path / "twice.tar")
 
 
+def test_a_link_in_an_archive_is_no_sample_that_is_left_out(tmp_path: Path) -> None:
+    """Equal files that are linked are packed once by some programs: the second one was missing, silently."""
+    (tmp_path / "1.txt").write_text("one")
+    (tmp_path / "2.txt").hardlink_to(tmp_path / "1.txt")
+    with tarfile.open(tmp_path / "links.tar", "w") as archive:
+        for name in ("1.txt", "2.txt"):
+            archive.add(tmp_path / name, name)
+    with pytest.raises(DataError, match=r"links.tar: is no whole tar archive, 2.txt is a link or no file"):
+        TarFiles(tmp_path / "links.tar")
+
+
 def test_an_archive_behind_the_end_of_another(tmp_path: Path) -> None:
     """As ``cat`` joins them; readers of tar files stop at the first end, and nobody would miss the samples behind it."""
     for number in range(2):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
-from itertools import pairwise
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,14 @@ pytest.importorskip("datasets")
 
 from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
 
-from flextrain import CheckpointError
+from flextrain import BaseMetric, CheckpointError, ConfigError, FlexibleRunner
 from flextrain.runner.data.streams import hugging_face
+from flextrain.runner.data.streams.divided_streams import divided, divided_passes
 from flextrain.runner.data.streams.hugging_face import begins_anew, why_read_again
 from flextrain.runner.data.user_loaders import why_not_by_state
 from flextrain.testing import WorkerGroup
 
-from ..hugging_face.test_datasets import train
+from ..hugging_face.test_datasets import Sum, train
 from .training import change_values, data_workers, log_lines, refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*shuffle buffer.*")
@@ -155,6 +158,83 @@ def test_another_number_of_processes_is_refused(workers2: WorkerGroup, tmp_path:
     workers2.run(train_in_parts, tmp_path, name, [2])
     with refuses(CheckpointError, matches=r"in the middle of an epoch with shards=2, it is 1 now"):
         train(tmp_path, STREAMS[name]().with_format("torch"), updates=4, resume=True)
+
+
+# Operations that give other samples of some of the shards than of all of them: a process must not read its shards only.
+OF_THE_WHOLE: dict[str, Callable[[], Any]] = {
+    "taken": lambda: rows().take(7),
+    "skipped": lambda: rows().skip(7),
+    "taken after shuffling": lambda: rows().shuffle(seed=1, buffer_size=8).take(7),
+    "interleaved": lambda: interleave_datasets([rows(6, 2), rows(24, 4, 100)]),
+}
+
+
+class Evaluated(BaseMetric):
+    """The first token of every sample."""
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results += data_batch["input_ids"][:, 0].tolist()
+
+    def compute_metrics(self, results: list[int]) -> dict[str, Any]:
+        return {"samples": sorted(results)}
+
+
+def evaluate_stream(folder: Path, name: str, readers: int = 0) -> list[int]:
+    loader = dict(batch_size=2, dataset=OF_THE_WHOLE[name]().with_format("torch"), collate_fn="default_collate")
+    runner = FlexibleRunner(
+        model=dict(type=Sum), work_dir=folder, log_level="ERROR", val_cfg=dict(), val_evaluator=Evaluated(),
+        val_dataloader={**loader, **data_workers(readers)},
+    )  # fmt: skip
+    found: list[int] = runner.val()["samples"]
+    runner.close()
+    return found
+
+
+def train_stream_of_the_whole(folder: Path, name: str, ends: list[int], readers: int = 0) -> list[int]:
+    return in_parts(folder, OF_THE_WHOLE[name], ends, **data_workers(readers))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", OF_THE_WHOLE)
+def test_a_count_of_samples_is_that_of_all_shards(workers2: WorkerGroup, tmp_path: Path, name: str) -> None:
+    """Two processes evaluate and train the samples of one, though the shards could be divided."""
+    expected = [int(sample["input_ids"][0]) for sample in OF_THE_WHOLE[name]()]
+    assert workers2.run(evaluate_stream, tmp_path, name) == [sorted(expected)] * 2
+    if name != "interleaved":
+        updates = len(expected) // 4
+        whole = workers2.run(train_stream_of_the_whole, tmp_path / "whole", name, [updates])
+        assert sorted(chain.from_iterable(whole)) == sorted(expected[: 4 * updates])
+
+
+@GOES_ON
+@pytest.mark.distributed
+@pytest.mark.full
+@pytest.mark.parametrize("readers", [0, 2])
+def test_a_stream_that_counts_goes_on(workers2: WorkerGroup, tmp_path: Path, readers: int) -> None:
+    whole = workers2.run(train_stream_of_the_whole, tmp_path / "whole", "skipped", [8], readers)
+    assert workers2.run(train_stream_of_the_whole, tmp_path / "parts", "skipped", [2, 3, 5, 8], readers) == whole
+
+
+WITHOUT_SEED: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: rows().shuffle(buffer_size=8),
+    "a map after it": lambda: rows().shuffle(buffer_size=8).map(same),
+    "by chance": lambda: interleave_datasets([rows(16, 2), rows(24, 4, 100)], probabilities=[0.3, 0.7]),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", WITHOUT_SEED)
+def test_an_order_without_a_seed_is_refused_on_several_processes(name: str, training: bool) -> None:
+    """Each would have another order, and keep its part of that."""
+    make = divided_passes if training else partial(divided, training=False)
+    make = partial(make, asked=None, where="loader", logger=logging.getLogger("flextrain"))
+    with refuses(
+        ConfigError, matches=r"loader.dataset: .* without a seed .* each of the 2 processes has another order"
+    ):
+        make(WITHOUT_SEED[name](), shard=(0, 2))
+    with log_lines() as lines:
+        make(WITHOUT_SEED[name](), shard=(0, 1))
+    assert any("a resumed run has another order" in line for line in lines) is training
 
 
 @pytest.mark.parametrize("name", STREAMS)

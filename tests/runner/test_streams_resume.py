@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler, Subset
 
 from flextrain import CheckpointError, ConfigError
 from flextrain.data import Mixture, PackedTokens
@@ -267,7 +267,9 @@ def test_other_files_on_another_process(files: Path, tmp_path: Path, workers2: W
     said = workers2.run(on_other_files, str(tmp_path / "run"), str(files))
     assert said[0] == said[1]
     assert said[0].startswith("train_dataloader.dataset: is JsonlFiles of 2 samples (")
-    assert said[0].endswith("on process 1, which read other files or have other settings; give all the same")
+    assert said[0].endswith(
+        "on process 1, which read other files, chose other samples or have other settings; give all the same"
+    )
 
 
 def test_changed_files(files: Path, tmp_path: Path) -> None:
@@ -285,6 +287,87 @@ def test_changed_files(files: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="files or settings of train_dataloader.dataset have changed"):
         on(None, tmp_path / "run", other)
     on(None, tmp_path / "run", stream(files))
+
+
+def changed_orders(files: Path) -> dict[str, tuple[Any, Any]]:
+    """Data before and after a change of their order alone."""
+    first, second = (
+        dict(type="JsonlFiles", paths=str(files / f"{number}.jsonl"), transform=as_sample) for number in (0, 3)
+    )
+    samples = [as_sample(value) for value in range(24)]
+    return {
+        "blocks": ({**second, "local_shuffle": 3}, second),
+        "row groups": (table(files), table(files, local_shuffle=1)),
+        "one after the other": tuple(
+            dict(type="ConcatDataset", datasets=each) for each in ([first, second], [second, first])
+        ),
+        "repeated": tuple(dict(type="RepeatDataset", times=2, dataset=each) for each in (second, {**second, "local_shuffle": 3})),
+        "subset": (Subset(samples, range(18)), Subset(samples, range(1, 19))),
+        "rows": tuple(rows_of(samples).select(range(at, at + 18)).shuffle(seed=at) for at in (0, 1)),
+    }  # type: ignore[return-value]  # fmt: skip
+
+
+def table(files: Path, **more: Any) -> dict[str, Any]:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"n": list(range(20))}), files / "rows.parquet", row_group_size=3)
+    return dict(type="ParquetFiles", paths=str(files / "rows.parquet"), transform=of_row, **more)
+
+
+def of_row(row: Any) -> dict[str, Any]:
+    return as_sample(row["n"])
+
+
+def rows_of(samples: list[Any]) -> Any:
+    return pytest.importorskip("datasets").Dataset.from_list(samples).with_format("torch")
+
+
+@pytest.mark.parametrize("name", ["blocks", "row groups", "one after the other", "repeated", "subset", "rows"])
+def test_a_changed_order_is_refused_in_the_middle_of_a_pass(files: Path, tmp_path: Path, name: str) -> None:
+    """Samples would be lost, and others come twice."""
+    before, after = changed_orders(files)[name]
+
+    def given(dataset: Any) -> dict[str, Any]:
+        settings = setting(4, 1)
+        settings["train_dataloader"]["dataset"] = dataset
+        return settings
+
+    on(None, tmp_path / "run", given(before), 2)
+    with refuses(CheckpointError, matches=r"in the middle of an epoch of \w+ of \d+ samples \(\w+\), and the data are"):
+        on(None, tmp_path / "run", given(after))
+    on(None, tmp_path / "run", given(before))
+
+
+def on_own_choice(folder: str) -> str:
+    """A run whose processes have drawn other samples of the same data."""
+    rank = int(os.environ["RANK"])
+    given = setting(4, 2)
+    given["train_dataloader"]["dataset"] = Subset([as_sample(value) for value in range(24)], range(rank, 20 + rank))
+    with pytest.raises(ConfigError) as error:
+        train(folder, {**given, "strategy": DDP})
+    return str(error.value)
+
+
+def on_own_files(folder: str, files: str, until: int | None) -> Any:
+    """A run whose processes have files of their own, and say so."""
+    given = setting(2, 2)
+    source = dict(type="JsonlFiles", paths=f"{files}/own{os.environ['RANK']}.jsonl", transform=as_sample)
+    given["train_dataloader"] |= dict(dataset=source, shard=False)
+    return train(folder, {**given, "strategy": DDP}, until)["trained"]
+
+
+@pytest.mark.distributed
+def test_data_that_each_process_chose(files: Path, tmp_path: Path, workers2: WorkerGroup) -> None:
+    """Other samples of one dataset are refused, files of its own are not: neither at the beginning, nor after resuming."""
+    said = workers2.run(on_own_choice, str(tmp_path / "choice"))
+    assert "is Subset of 20 samples (" in said[0]
+    assert said[0] == said[1]
+    for rank in range(2):
+        lines = range(100 * rank, 100 * rank + 12)
+        (files / f"own{rank}.jsonl").write_text("".join(f"{value}\n" for value in lines))
+    whole = workers2.run(on_own_files, str(tmp_path / "whole"), str(files), None)
+    first = workers2.run(on_own_files, str(tmp_path / "parts"), str(files), 2)
+    rest = workers2.run(on_own_files, str(tmp_path / "parts"), str(files), None)
+    assert [one + other for one, other in zip(first, rest, strict=True)] == whole
 
 
 # Samplers

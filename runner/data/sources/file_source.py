@@ -212,7 +212,9 @@ class FileSource(Dataset[Any]):
         if not len(self):
             raise ConfigError(f"{where}.paths: the {len(self.files)} files have no samples, first {self.files[0]}")
         self._prints = prints_of_files(self.files)
-        self.fingerprint = print_of_parts(type(self).__name__, len(self), self._prints)
+        # Without blocks the fingerprint is that of older checkpoints.
+        self._order = [] if local_shuffle is None else [f"local_shuffle={local_shuffle}"]
+        self.fingerprint = print_of_parts(type(self).__name__, len(self), [*self._prints, *self._order])
         """Changes with names, sizes and contents of the files; a checkpoint in the middle of a pass holds it."""
 
     # What a subclass says

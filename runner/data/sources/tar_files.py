@@ -47,7 +47,7 @@ class TarFiles(FileSource):
         decode: return the contents of json, txt, cls (an int) and npy members; False: all as bytes, as others always are.
 
     Raises:
-        DataError: an archive is compressed or ends too early.
+        DataError: an archive is compressed, ends too early, or has links in place of contents.
 
     Example:
         train_dataloader = dict(batch_size=32, dataset=dict(type="TarFiles", paths="shards/*.tar"))
@@ -72,7 +72,7 @@ class TarFiles(FileSource):
         return len(self._index(path)["ends"])
 
     def _index(self, path: Path) -> Arrays:
-        return index_of(path, "members 2", lambda: _members(path), self.index_dir)
+        return index_of(path, "members 3", lambda: _members(path), self.index_dir)
 
     def _open(self, path: Path) -> Any:
         return _TarReader(path, self._index(path))
@@ -126,8 +126,12 @@ def _members(path: Path) -> Arrays:
                 if member.isfile() and member.offset_data + member.size > size:
                     raise tarfile.ReadError(f"{member.name} ends after byte {size}, the last")
                 name = PurePosixPath(member.name).name
-                if not member.isfile() or name.startswith(".") or "." not in name:
+                if member.isdir() or name.startswith(".") or "." not in name:
                     continue
+                if not member.isfile():  # also of equal files, which some programs pack once
+                    raise tarfile.ReadError(
+                        f"{member.name} is a link or no file, write it in full (tar -h --hard-dereference)"
+                    )
                 if member.sparse is not None:
                     raise tarfile.ReadError(f"{member.name} is a sparse file, write it in full")
                 key, ending = _split(member.name)

@@ -131,7 +131,7 @@ class TokenFiles(FileSource):
         self._token_ends = list(accumulate(sizes))
         if ends is not None:  # other ends are other documents
             beside = [path.with_name(path.name + ends) for path in self.files]
-            parts = [*self._prints, *map(print_of_file, beside)]
+            parts = [*self._prints, *map(print_of_file, beside), *self._order]
             self.fingerprint = print_of_parts(type(self).__name__, len(self), parts)
         self._check_end_token([path for path, size in zip(self.files, sizes, strict=True) if size])
 

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from ....core.base.errors import ConfigError
 from ..samplers import tell_epoch
-from .hugging_face import is_of_hugging_face
+from .hugging_face import has_no_seed, is_of_hugging_face, why_not_by_shards
 
 SHARD = "shard"
 """Key of a dataloader: True: divide its data over the processes; False: every process has its own data already."""
@@ -42,8 +42,8 @@ def divided(
 ) -> Any:
     """Return the part of a stream, or of another source, that this process reads.
 
-    A stream of Hugging Face's datasets whose number of shards is a multiple of the number of processes is divided by shards; of
-    another one, and of any other stream, every process reads all samples and keeps its own.
+    A stream of Hugging Face's datasets whose number of shards is a multiple of the number of processes is divided by shards, unless
+    it counts the samples of all shards; of another one, and of any other stream, every process reads all samples and keeps its own.
 
     Args:
         dataset: the stream.
@@ -54,9 +54,12 @@ def divided(
         logger: says how it is divided.
 
     Raises:
-        ConfigError: it was divided already, for another number of processes or for another one of them, or it may have been.
+        ConfigError: it was divided already, for another number of processes or for another one of them, or it may have been; or each
+            process would have another order.
     """
     index, count = shard
+    if is_of_hugging_face(dataset) and (count > 1 or training) and has_no_seed(dataset):
+        _say_without_seed(where, count, logger)
     if asked is False or not is_of_hugging_face(dataset):
         if asked is None and count > 1:
             raise undivided(where, type(original(dataset)).__name__, count)
@@ -71,6 +74,12 @@ def divided(
         return dataset
     if count == 1:
         return dataset
+    if (operation := why_not_by_shards(dataset, training)) is not None:
+        logger.info(
+            f"{where}.dataset: each of the {count} processes reads all shards and keeps one sample of {count}, because {operation} gives "
+            "other samples of some shards than of all"
+        )
+        return DividedStream(dataset, shard, training)
     shards = getattr(dataset, "num_shards", None)
     if not shards or shards % count:
         logger.info(
@@ -79,6 +88,16 @@ def divided(
         )
     split: Any = importlib.import_module("datasets.distributed")
     return split.split_dataset_by_node(dataset, rank=index, world_size=count)
+
+
+def _say_without_seed(where: str, count: int, logger: logging.Logger) -> None:
+    """Raise ConfigError, or warn on one process, of a stream whose order is drawn without a seed."""
+    what = f"{where}.dataset: is shuffled, or interleaved by chance, without a seed (or with one of more than 64 bits), so that"
+    if count > 1:
+        raise ConfigError(
+            f"{what} each of the {count} processes has another order: samples are lost and come twice; give shuffle(seed=...)"
+        )
+    logger.warning(f"{what} a resumed run has another order: samples are lost and come twice; give shuffle(seed=...)")
 
 
 class DividedStream(IterableDataset[Any]):
@@ -204,7 +223,12 @@ class KeptPasses(IterableDataset[Any]):
 def divided_passes(dataset: Any, shard: tuple[int, int], asked: bool | None, where: str, logger: logging.Logger) -> Any:
     """Return the part of a training stream that this process reads, which keeps its passes if the stream has a state."""
     if is_of_hugging_face(dataset):
-        return _keeping_passes(divided(dataset, shard, asked, True, where, logger))
+        own = divided(dataset, shard, asked, True, where, logger)
+        return (
+            DividedStream(_keeping_passes(dataset), shard, True)
+            if isinstance(own, DividedStream)
+            else _keeping_passes(own)
+        )
     return divided(_keeping_passes(dataset), shard, asked, True, where, logger)
 
 

@@ -32,6 +32,12 @@ _EXACT = frozenset(
 )
 """Parts of a stream that go on at their next sample, in every position, also when they go on three times."""
 _BUFFER = "BufferShuffledExamplesIterable"
+_OF_THE_WHOLE = {"TakeExamplesIterable": "take()", "SkipExamplesIterable": "skip()"}
+_ENDING_EARLY = dict.fromkeys(
+    ("CyclingMultiSourcesExamplesIterable", "RandomlyCyclingMultiSourcesExamplesIterable"), "interleave_datasets()"
+)
+_SEEDED = 2**64
+"""A NumPy generator without a seed draws one of 128 bits."""
 
 
 def is_of_hugging_face(dataset: Any) -> bool:
@@ -65,6 +71,24 @@ def why_read_again(dataset: Any, workers: int = 0) -> str | None:
         if getattr(part, "batched", False) and getattr(formatting, "is_table", False):
             return "a batched map over tables may skip a batch"
     return None
+
+
+def why_not_by_shards(dataset: Any, training: bool) -> str | None:
+    """The operation of a stream that gives other samples of some of its shards than of all; None if there is none.
+
+    In training an interleaved stream may end a little earlier or later.
+    """
+    kinds = _OF_THE_WHOLE if training else _OF_THE_WHOLE | _ENDING_EARLY
+    names = (kinds.get(type(part).__name__) for part in _parts(dataset._ex_iterable))
+    return next(filter(None, names), None)
+
+
+def has_no_seed(dataset: Any) -> bool:
+    """Whether a stream draws an order that nobody can draw again: it was shuffled, or interleaved by chance, without a seed."""
+    generators = (getattr(part, "generator", None) for part in _parts(dataset._ex_iterable))
+    seeds = (getattr(getattr(each, "bit_generator", None), "seed_seq", None) for each in generators)
+    entropies = (getattr(seed, "entropy", None) for seed in seeds)
+    return any(isinstance(entropy, int) and entropy >= _SEEDED for entropy in entropies)
 
 
 def _parts(part: Any) -> Iterator[Any]:
