@@ -26,6 +26,7 @@ from .added_parameters import refuse_added
 from .base import NOTHING, Optim, Strategy
 from .config import ANY_DEVICE, Needs, StrategyConfig
 from .gradient_hooks import OwnMeans, StepsInTime
+from .lost_writes import tell_of_writes
 from .noted import Arranged
 from .parts import explain, keep_own_buffers
 from .sharding import check_dense, check_no_max_norm, check_not_quantised
@@ -216,6 +217,8 @@ class DDPStrategy(Strategy):
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
                 # torch (2.15) divides a sparse gradient in place, in memory that the gradients of other parameters may share.
                 self._gradient_hooks.append(module.weight.register_hook(_in_memory_of_its_own))  # type: ignore[no-untyped-call]
+        if not self.config.compile:
+            tell_of_writes(model)
         wrapped = DistributedDataParallel(
             model,
             device_ids=self._device_ids(),
