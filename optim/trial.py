@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
+from .adapters import swaps_weights
+
 Groups = list[dict[str, Any]]
 Make = Callable[[Groups], Optimizer]
 
@@ -166,6 +168,8 @@ class Samples:
             torch.manual_seed(0)
             try:
                 optimizer = make([dict(group) for group in groups])
+                if swaps_weights(optimizer):
+                    optimizer.train()  # type: ignore[attr-defined]
                 for update in range(updates):
                     if update == resume_at:
                         saved = _as_saved(optimizer)
