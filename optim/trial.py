@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import textwrap
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -234,7 +235,7 @@ def _is_nested(value: Any) -> bool:
     """Return whether it is a container with tensors, which JSON cannot hold."""
     if isinstance(value, Mapping):
         return any(isinstance(part, Tensor) or _is_nested(part) for part in value.values())
-    return isinstance(value, (list, tuple, set)) and any(isinstance(p, Tensor) or _is_nested(p) for p in value)
+    return isinstance(value, (list, tuple, set, deque)) and any(isinstance(p, Tensor) or _is_nested(p) for p in value)
 
 
 def resumes(make: Make, samples: Samples) -> bool:
@@ -336,6 +337,11 @@ def why_not_dtensors(
     if reason is None and (larger := samples.larger) is not None:
         reason, of_larger = _why_not_dtensors(make, larger, spread)
         layouts |= of_larger
+    if reason is None:
+        try:  # what begins later, as the step of Lookahead that follows five others
+            samples.run(make, spread, _MORE_UPDATES)
+        except TrialError as error:
+            reason = f"cannot update sharded parameters, {error}"
     return reason, layouts
 
 

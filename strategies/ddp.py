@@ -29,7 +29,7 @@ from .gradient_hooks import OwnMeans, StepsInTime
 from .lost_writes import tell_of_writes
 from .noted import Arranged
 from .parts import explain, keep_own_buffers
-from .sharding import check_dense, check_no_max_norm, check_not_quantised
+from .sharding import check_dense, check_not_quantised, check_tables
 
 # Name the trainable parameters that no gradient has come to, in the log.
 
@@ -179,7 +179,7 @@ class DDPStrategy(Strategy):
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         if self.topology.data.count > 1:
             check_not_quantised(model, type(self).__name__)
-            check_no_max_norm(model, type(self).__name__)
+            check_tables(model, type(self).__name__)
         if (
             self.config.sync_bn
             and self.device.type == "cpu"

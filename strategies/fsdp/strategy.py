@@ -55,7 +55,7 @@ from ..noted import Arranged, is_subclass
 from ..parts import choices, construct, explain, prepare_whole
 from ..parts.model_state import await_values
 from ..recomputation import compile_in_place
-from ..sharding import ShardedOptimizers, check_dense, check_no_max_norm, check_real, has_shards, make_contiguous
+from ..sharding import ShardedOptimizers, check_dense, check_real, check_tables, has_shards, make_contiguous
 from ..without_memory import ModelWithoutMemory, give_memory
 from .config import FSDPConfig
 from .float8_weights import Float8Weights
@@ -357,7 +357,7 @@ class FSDPStrategy(Strategy):
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         check_real(model, "FSDPStrategy")
         if self.topology.data.count > 1 or self._shards(self._mesh()):
-            check_no_max_norm(model, type(self).__name__)
+            check_tables(model, type(self).__name__)
         if optim is not None:
             check_dense(model, type(self).__name__)
         if self.config.mixed_precision is not None and self.precision.autocast:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flextrain import BaseMetric, FlexibleRunner, Hook
@@ -348,14 +350,51 @@ def test_an_optimizer_that_is_built_is_tried_as_well() -> None:
 
 class ListKeeper(Plain):
     def update(self, group: dict[str, Any], state: dict[str, Any], p: Tensor, grad: Tensor) -> None:
-        state["factors"] = [grad.sum(0), grad.sum(-1)]
+        state["factors"] = self.container([grad.sum(0), grad.sum(-1)])
         state["sizes"] = [grad.numel(), 1.5]
 
+    container: Callable[[list[Tensor]], Any] = list
 
-def test_state_that_no_checkpoint_can_hold_is_refused_before_training() -> None:
-    message = 'optim_wrapper.optimizer: ListKeeper keeps "factors", a list of tensors, which no checkpoint has'
+
+class QueueKeeper(ListKeeper):
+    container = deque
+
+
+@pytest.mark.parametrize(("kind", "what"), [(ListKeeper, "list"), (QueueKeeper, "deque")])
+def test_state_that_no_checkpoint_can_hold_is_refused_before_training(kind: type, what: str) -> None:
+    message = f'optim_wrapper.optimizer: {kind.__name__} keeps "factors", a {what} of tensors, which no checkpoint has'
     with pytest.raises(StrategyError, match=message):
-        SingleDeviceStrategy(device="cpu").setup(nn.Linear(2, 2), OptimWrapper(dict(type=ListKeeper)))
+        SingleDeviceStrategy(device="cpu").setup(nn.Linear(2, 2), OptimWrapper(dict(type=kind)))
+
+
+class Lookahead(Lion):
+    """Goes back half of the way at every sixth update, by an operation on lists that DTensors do not have."""
+
+    def update(self, group: dict[str, Any], state: dict[str, Any], p: Tensor, grad: Tensor) -> None:
+        slow = state.setdefault("slow", p.detach().clone())
+        super().update(group, state, p, grad)
+        state["step"] = state.get("step", 0) + 1
+        if state["step"] % 6 == 0:
+            assert not isinstance(p, DTensor), "has no such operation"
+            slow.lerp_(p, 0.5)
+            p.copy_(slow)
+
+
+@pytest.mark.distributed
+def test_what_fails_after_some_updates_is_refused_before_training(workers2: WorkerGroup) -> None:
+    for found in workers2.run(refused, Lookahead):
+        assert found.startswith(
+            "optim_wrapper.optimizer: Lookahead cannot update sharded parameters, AssertionError: has no"
+        )
+
+
+def refused(kind: type) -> str:
+    """In a worker: what FSDP says at set-up."""
+    try:
+        with started(STRATEGIES["fsdp"], OptimWrapper(dict(type=kind)), Mlp):
+            return ""
+    except StrategyError as error:
+        return str(error)
 
 
 class Counting(Lion):

@@ -231,6 +231,25 @@ def test_writes_that_samples_decide_on_are_told(workers2: WorkerGroup, bound: fl
         assert not left
 
 
+def told_at_setup(by_frequency: bool) -> list[str]:
+    """In a worker: the warnings of DDP at set-up."""
+    strategy = DDPStrategy(device="cpu")
+    strategy.join()
+    with recorded_warnings() as lines:
+        strategy.setup(nn.Embedding(4, 2, scale_grad_by_freq=by_frequency), OptimWrapper(dict(type="SGD", lr=0.1)))
+    strategy.leave()
+    return lines
+
+
+@pytest.mark.parametrize("by_frequency", [True, False])
+def test_gradients_that_count_words_are_told(workers2: WorkerGroup, by_frequency: bool) -> None:
+    for lines in workers2.run(told_at_setup, by_frequency):
+        assert len(lines) == by_frequency
+        assert all(
+            "has scale_grad_by_freq=True, which counts words in the samples of each process" in line for line in lines
+        )
+
+
 class Counts(nn.Module):
     """Divides by a buffer that it counts up before, in place or by assignment."""
 
