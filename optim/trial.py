@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
+from ..core.random.generators import torch_states
 from .adapters import swaps_weights
 
 Groups = list[dict[str, Any]]
@@ -54,11 +55,13 @@ class Trial:
         before: the parameters' values before the updates.
         values: the parameters' values after the updates.
         states: the optimizer state of each parameter.
+        drew: whether random numbers of torch were drawn.
     """
 
     before: list[Tensor]
     values: list[Tensor]
     states: list[Mapping[str, Any]]
+    drew: bool
 
 
 @dataclass
@@ -167,6 +170,7 @@ class Samples:
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"), torch.enable_grad():
             torch.manual_seed(0)
+            seeded = torch_states(self.device)
             try:
                 optimizer = make([dict(group) for group in groups])
                 if swaps_weights(optimizer):
@@ -182,8 +186,9 @@ class Samples:
             except Exception as error:  # third-party code may raise anything
                 reason = textwrap.shorten(str(error), 200, placeholder=" ...") or "without a reason"
                 raise TrialError(f"{type(error).__name__}: {reason}") from error
+            drew = any(not torch.equal(state, seeded[name]) for name, state in torch_states(self.device).items())
         states = [optimizer.state.get(parameter, {}) for parameter, _ in present]
-        return Trial(before, [parameter.detach() for parameter, _ in present], states)
+        return Trial(before, [parameter.detach() for parameter, _ in present], states, drew)
 
 
 def _as_saved(optimizer: Optimizer) -> dict[str, Any]:
@@ -247,6 +252,14 @@ def resumes(make: Make, samples: Samples) -> bool:
         return True
     changes = zip(resumed.values, straight.values, straight.before, strict=True)
     return all(_close(found, expected, expected - before, _TOLERANCE) for found, expected, before in changes)
+
+
+def draws(make: Make, samples: Samples) -> bool:
+    """Return whether an optimizer draws random numbers in its updates; False if it cannot be tried."""
+    try:
+        return samples.run(make, lambda tensor: tensor).drew
+    except TrialError:
+        return False
 
 
 def updates_apart(make: Make, samples: Samples) -> bool:

@@ -25,7 +25,7 @@ from ..optim.wrapper import OptimWrapper
 from .added_parameters import refuse_added
 from .base import NOTHING, Optim, Strategy
 from .config import ANY_DEVICE, Needs, StrategyConfig
-from .gradient_hooks import OwnMeans, StepsInTime
+from .gradient_hooks import OwnMeans, StepsInTime, draw_alike
 from .lost_writes import tell_of_writes
 from .noted import Arranged
 from .parts import explain, keep_own_buffers
@@ -257,6 +257,7 @@ class DDPStrategy(Strategy):
                     ]
                 else:
                     refuse_added(wrapper, self.module)
+                draw_alike(self, wrapper, self.topology.data)
         return called, optim
 
     def _arranged(self) -> Arranged:

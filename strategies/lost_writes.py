@@ -182,12 +182,12 @@ def tell_of_buffers(module: nn.Module, call: Callable[..., Any], *args: Any, **k
     https://github.com/pytorch/pytorch/pull/197039
     """
     statistics = running_statistics(module)
-    buffers = {name: each for name, each in module.named_buffers() if name not in statistics and has_values(each)}
-    before = {name: _sums(_local(each)) for name, each in buffers.items() if each.numel()}
+    buffers = {name: each for name, each in module.named_buffers() if name not in statistics and _can_be_summed(each)}
+    before = {name: _sums(each) for name, each in buffers.items()}
     result = call(*args, **kwargs)
     now = dict(module.named_buffers())
     for name, sums in before.items():
-        if now.get(name) is buffers[name] and not torch.equal(_sums(_local(buffers[name])), sums):
+        if now.get(name) is buffers[name] and not torch.equal(_sums(buffers[name]), sums):
             _logger.warning(
                 f"strategy.compile: forward of {type(module).__name__} writes to its buffer {name} in place; where the loss depends on the "
                 "buffer, torch may compute wrong gradients of compiled modules, without an error: assign it anew (self.count = "
@@ -195,6 +195,11 @@ def tell_of_buffers(module: nn.Module, call: Callable[..., Any], *args: Any, **k
             )
             break
     return result
+
+
+def _can_be_summed(each: Tensor) -> bool:
+    is_plain = type(each) is Tensor and each.layout is torch.strided and each.dtype.itemsize in _WORDS
+    return is_plain and each.numel() > 0 and has_values(each)
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ from ..base import NOTHING, EvalStep, Optim, Strategy, kept_gradients
 from ..config import ANY_DEVICE, Needs
 from ..divided import register_divided
 from ..gathering_order import Together, UnitOrder, message_group
-from ..gradient_hooks import OwnMeans, StepsInTime
+from ..gradient_hooks import OwnMeans, StepsInTime, draw_alike
 from ..lost_writes import Replaced, watch_forward
 from ..noted import Arranged, is_subclass
 from ..parts import choices, construct, explain, prepare_whole
@@ -327,6 +327,7 @@ class FSDPStrategy(Strategy):
             self._sharded.check(wrapper)
             if self._averaged_over().count > 1:
                 refuse_added(wrapper, self.module)
+                draw_alike(self, wrapper, self._averaged_over())
                 if calls_itself(self.module) and not self.config.reduces_always:
                     self._gradient_hooks.append(StepsInTime(wrapper))
             if self._used is not None:

@@ -388,10 +388,10 @@ def test_what_fails_after_some_updates_is_refused_before_training(workers2: Work
         )
 
 
-def refused(kind: type) -> str:
-    """In a worker: what FSDP says at set-up."""
+def refused(kind: type, spec: dict[str, Any] = STRATEGIES["fsdp"]) -> str:
+    """In a worker: what a strategy says at set-up."""
     try:
-        with started(STRATEGIES["fsdp"], OptimWrapper(dict(type=kind)), Mlp):
+        with started(spec, OptimWrapper(dict(type=kind)), Mlp):
             return ""
     except StrategyError as error:
         return str(error)
@@ -640,3 +640,33 @@ def test_an_engine_with_copies_refuses_weights_that_are_swapped(workers1: Worker
     said = "optim_wrapper.optimizer: ScheduleFree swaps the weights that it has by train() and eval(), and DeepSpeed's engine computes"
     with pytest.raises(WorkerError, match=re.escape(said)):
         workers1.run(scored, STRATEGIES["zero2"], tmp_path, True)
+
+
+def drawn(strategy: str) -> tuple[float, float]:
+    """In a worker: how far an optimizer that draws is from one device, and what is drawn next."""
+    batches = windows([Mlp.sample(8, seed) for seed in range(3)], 1)
+    with started(STRATEGIES[strategy], OptimWrapper(dict(type=Noisy)), Mlp) as session:
+        found = run(session, batches).weights[-1]
+        number = float(torch.rand(()))
+    with single_device(OptimWrapper(dict(type=Noisy)), Mlp) as single:
+        expected = run(single, batches).weights[-1]
+    return max(relative_difference(found[key], value) for key, value in expected.items()), number
+
+
+@pytest.mark.deepspeed
+def test_replicas_that_would_draw_apart_are_refused(workers2: WorkerGroup) -> None:
+    pytest.importorskip("deepspeed")
+    for found in workers2.run(
+        refused, Noisy, dict(type=DeepSpeedStrategy, device="cpu", zero_optimization=dict(stage=0))
+    ):
+        assert found.startswith(
+            "optim_wrapper.optimizer: Noisy draws random numbers, which are others on every process"
+        )
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_processes_draw_alike_in_the_optimizer_and_apart_elsewhere(workers2: WorkerGroup, strategy: str) -> None:
+    (first, number), (second, other) = workers2.run(drawn, strategy)
+    assert max(first, second) < 1e-5
+    assert number != other
