@@ -198,8 +198,8 @@ def tell_of_buffers(module: nn.Module, call: Callable[..., Any], *args: Any, **k
 
 
 def _can_be_summed(each: Tensor) -> bool:
-    is_plain = type(each) is Tensor and each.layout is torch.strided and each.dtype.itemsize in _WORDS
-    return is_plain and each.numel() > 0 and has_values(each)
+    is_dense = type(each) is Tensor and each.layout is torch.strided and each.dtype.itemsize in _WORDS
+    return is_dense and each.numel() > 0 and has_values(each)
 
 
 def _local(parameter: Tensor) -> Tensor:
