@@ -15,7 +15,7 @@ from ..core.base.errors import ConfigError, suggest
 from ..core.device.precision import running_statistics
 from ..core.hugging_face.transformers_private import train_without_cache
 from ..core.model.module_state import buffers_of, leaving_buffers
-from ..core.torch_compat.torch_private import call_first_by, in_backward, version_of
+from ..core.torch_compat.torch_private import in_backward, version_of
 from .config import ActivationCheckpointing
 
 # Activation checkpointing and compilation of a module in place: parameter names do not change.
@@ -175,6 +175,7 @@ def compile_in_place(modules: Iterable[nn.Module], options: dict[str, Any]) -> N
             )
         module.compile(**options)
         if any(True for _ in module.buffers()):
+            from ..core.torch_compat.graphs_private import call_first_by
             from .lost_writes import tell_of_buffers
 
             call_first_by(module, functools.partial(tell_of_buffers, module))

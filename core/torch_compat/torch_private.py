@@ -227,19 +227,6 @@ def is_recorded(module: nn.Module) -> bool:
     return "make_graphed" in getattr(module.__dict__.get("forward"), "__qualname__", "")
 
 
-def call_first_by(module: nn.Module, around: Callable[..., Any]) -> None:
-    """Let ``around(call, *args, **kwargs)`` make the first call in training of a module that is compiled in place. 2.6, 2.15."""
-    call = cast(Callable[..., Any], module._compiled_call_impl)
-
-    def first(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
-            return call(*args, **kwargs)
-        module._compiled_call_impl = call
-        return around(call, *args, **kwargs)
-
-    module._compiled_call_impl = first
-
-
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Whether a module is what ``torch.compile`` has returned for another one, which it holds. 2.6, 2.15."""
     return "_orig_mod" in module._modules
