@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .torch_private import is_view
+from .torch_private import COMPILED, is_view
 
 
 def backward_of_input(output: Tensor, grad: Tensor, leaf: Tensor, model: nn.Module) -> Callable[[], object]:
@@ -69,17 +69,14 @@ def _apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-_CALL = "_compiled_call_impl"
-
-
 def call_first_by(module: nn.Module, around: Callable[..., Any]) -> None:
     """Let ``around(call, *args, **kwargs)`` make the first call in training of a module that is compiled in place. 2.6, 2.15."""
-    call = cast(Callable[..., Any], getattr(module, _CALL))
+    call = cast(Callable[..., Any], getattr(module, COMPILED))
 
     def first(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
             return call(*args, **kwargs)
-        setattr(module, _CALL, call)
+        setattr(module, COMPILED, call)
         return around(call, *args, **kwargs)
 
-    setattr(module, _CALL, first)
+    setattr(module, COMPILED, first)
