@@ -558,6 +558,11 @@ def has_own_adapter(kind: type) -> bool:
     return is_fused(kind) or is_deepspeed_adam(kind) or updates_matrices(kind) or wants_whole(kind)
 
 
+def swaps_weights(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer trains other weights than are to be evaluated, and swaps them by ``train()`` and ``eval()``."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
 def wants_whole(kind: type) -> bool:
     """Return whether a class of optimizers declares that it looks at whole parameters: ``owns_whole = True``."""
     return bool(getattr(kind, "owns_whole", False))

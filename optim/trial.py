@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import textwrap
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
 from ..core.base.tensors import is_quantised, parts_of
+from ..core.random.generators import torch_states
+from .adapters import swaps_weights
 
 Groups = list[dict[str, Any]]
 Make = Callable[[Groups], Optimizer]
@@ -53,11 +56,13 @@ class Trial:
         before: the parameters' values before the updates.
         values: the parameters' values after the updates.
         states: the optimizer state of each parameter.
+        drew: whether random numbers of torch were drawn.
     """
 
     before: list[Tensor]
     values: list[Tensor]
     states: list[Mapping[str, Any]]
+    drew: bool
 
 
 @dataclass
@@ -166,8 +171,11 @@ class Samples:
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"), torch.enable_grad():
             torch.manual_seed(0)
+            seeded = torch_states(self.device)
             try:
                 optimizer = make([dict(group) for group in groups])
+                if swaps_weights(optimizer):
+                    optimizer.train()  # type: ignore[attr-defined]
                 for update in range(updates):
                     if update == resume_at:
                         saved = _as_saved(optimizer)
@@ -179,8 +187,9 @@ class Samples:
             except Exception as error:  # third-party code may raise anything
                 reason = textwrap.shorten(str(error), 200, placeholder=" ...") or "without a reason"
                 raise TrialError(f"{type(error).__name__}: {reason}") from error
+            drew = any(not torch.equal(state, seeded[name]) for name, state in torch_states(self.device).items())
         states = [optimizer.state.get(parameter, {}) for parameter, _ in present]
-        return Trial(before, [parameter.detach() for parameter, _ in present], states)
+        return Trial(before, [parameter.detach() for parameter, _ in present], states, drew)
 
 
 def _as_saved(optimizer: Optimizer) -> dict[str, Any]:
@@ -247,7 +256,7 @@ def _is_nested(value: Any) -> bool:
     """Return whether it is a container with tensors, which JSON cannot hold."""
     if isinstance(value, Mapping):
         return any(isinstance(part, Tensor) or _is_nested(part) for part in value.values())
-    return isinstance(value, (list, tuple, set)) and any(isinstance(p, Tensor) or _is_nested(p) for p in value)
+    return isinstance(value, (list, tuple, set, deque)) and any(isinstance(p, Tensor) or _is_nested(p) for p in value)
 
 
 def resumes(make: Make, samples: Samples) -> bool:
@@ -259,6 +268,14 @@ def resumes(make: Make, samples: Samples) -> bool:
         return True
     changes = zip(resumed.values, straight.values, straight.before, strict=True)
     return all(_close(found, expected, expected - before, _TOLERANCE) for found, expected, before in changes)
+
+
+def draws(make: Make, samples: Samples) -> bool:
+    """Return whether an optimizer draws random numbers in its updates; False if it cannot be tried."""
+    try:
+        return samples.run(make, lambda tensor: tensor).drew
+    except TrialError:
+        return False
 
 
 def updates_apart(make: Make, samples: Samples) -> bool:
@@ -349,6 +366,11 @@ def why_not_dtensors(
     if reason is None and (larger := samples.larger) is not None:
         reason, of_larger = _why_not_dtensors(make, larger, spread)
         layouts |= of_larger
+    if reason is None:
+        try:  # what begins later, as the step of Lookahead that follows five others
+            samples.run(make, spread, _MORE_UPDATES)
+        except TrialError as error:
+            reason = f"cannot update sharded parameters, {error}"
     return reason, layouts
 
 

@@ -25,10 +25,11 @@ from ..optim.wrapper import OptimWrapper
 from .added_parameters import refuse_added
 from .base import NOTHING, Optim, Strategy
 from .config import ANY_DEVICE, Needs, StrategyConfig
-from .gradient_hooks import OwnMeans, StepsInTime
+from .gradient_hooks import OwnMeans, StepsInTime, draw_alike
+from .lost_writes import tell_of_writes
 from .noted import Arranged
 from .parts import explain, keep_own_buffers
-from .sharding import check_dense, check_no_max_norm, check_not_quantised
+from .sharding import check_dense, check_not_quantised, check_tables
 
 # Name the trainable parameters that no gradient has come to, in the log.
 
@@ -178,7 +179,7 @@ class DDPStrategy(Strategy):
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         if self.topology.data.count > 1:
             check_not_quantised(model, type(self).__name__)
-            check_no_max_norm(model, type(self).__name__)
+            check_tables(model, type(self).__name__)
         if (
             self.config.sync_bn
             and self.device.type == "cpu"
@@ -216,6 +217,8 @@ class DDPStrategy(Strategy):
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
                 # torch (2.15) divides a sparse gradient in place, in memory that the gradients of other parameters may share.
                 self._gradient_hooks.append(module.weight.register_hook(_in_memory_of_its_own))  # type: ignore[no-untyped-call]
+        if not self.config.compile:
+            tell_of_writes(model)
         wrapped = DistributedDataParallel(
             model,
             device_ids=self._device_ids(),
@@ -254,6 +257,7 @@ class DDPStrategy(Strategy):
                     ]
                 else:
                     refuse_added(wrapper, self.module)
+                draw_alike(self, wrapper, self.topology.data)
         return called, optim
 
     def _arranged(self) -> Arranged:

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ..core.base.errors import StrategyError
 from ..core.comm.collectives import is_main
 from ..core.comm.topology import DataShard
+from ..core.random.generators import load_torch_states, torch_states
 from ..core.torch_compat.torch_private import (
     after_backward,
     call_first,
@@ -25,6 +26,7 @@ from ..core.torch_compat.torch_private import (
     version_of,
 )
 from ..optim.gradients import average, average_used, most
+from ..optim.trial import Samples, draws
 from ..optim.wrapper import OptimWrapper
 
 PATIENCE_S = 60.0
@@ -165,6 +167,45 @@ class StepsInTime:
                 f"{self._optim.where}.accumulative_counts: train_step updates in a micro-batch that is not the last of its window, when "
                 "processes have not averaged their gradients yet; let it call step() when should_update() is true, or leave accumulative_counts out"
             )
+
+
+class _DrawsAlike:
+    """Lets an optimizer draw the same random numbers on all processes, those of the first one."""
+
+    def __init__(self, optim: OptimWrapper, data: DataShard, device: torch.device) -> None:
+        self._data, self._device = data, device
+        self._own: dict[str, Tensor] = {}
+        self._handles = [
+            optim.optimizer.register_step_pre_hook(self._begin),
+            optim.optimizer.register_step_post_hook(self._end),
+        ]
+
+    def remove(self) -> None:
+        """Leave the optimizer alone."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, *_: Any) -> None:
+        self._own = torch_states(self._device)
+        shared = {name: state.clone() for name, state in self._own.items()}
+        self._data.share(list(shared.values()))
+        load_torch_states(shared, self._device)
+
+    def _end(self, *_: Any) -> None:
+        if self._data.index:
+            load_torch_states(self._own, self._device)
+
+
+def draw_alike(strategy: Any, optim: OptimWrapper, data: DataShard) -> None:
+    """Let an optimizer that draws random numbers draw the same on all processes, whose replicas would differ otherwise.
+
+    Args:
+        strategy: whose hooks these are.
+        optim: the optimizer's wrapper.
+        data: the processes that have the same parameters, or shards of them.
+    """
+    if not optim.adapter.is_elementwise and draws(optim.make_another, Samples.like(optim.optimizer)):
+        strategy._gradient_hooks.append(_DrawsAlike(optim, data, strategy.device))
 
 
 class OwnMeans(_AroundBackward):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Callable, Mapping
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 
 from ..core.base.errors import StrategyError
 from ..core.base.tensors import has_memory, parts_of
+from ..core.device.precision import running_statistics
 from ..core.torch_compat.torch_private import has_values, storage_key, tables_of, version_of
 
+_logger = logging.getLogger("flextrain")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -146,6 +149,57 @@ def watch_forward(
     hidden: Callable[[Any], Any] = torch.compiler.disable if is_compiled else lambda hook: hook
     module.register_forward_pre_hook(hidden(begin))
     module.register_forward_hook(hidden(end), prepend=True)
+
+
+def tell_of_writes(model: nn.Module) -> None:
+    """Say it if the first forward of training writes to parameters, which processes with other samples may do otherwise."""
+    before: dict[str, int] = {}
+
+    def begin(module: nn.Module, args: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            before.update((name, version_of(parameter)) for name, parameter in module.named_parameters())
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        if not before:
+            return
+        for handle in handles:
+            handle.remove()
+        for name, parameter in module.named_parameters():
+            if before.get(name) not in (None, version_of(parameter)):
+                _logger.warning(
+                    f"model.{name}: forward writes to it, on every process by samples of its own; if what it writes depends on these, as with "
+                    "max_norm of functional.embedding, processes train different weights: write after the update, in a hook"
+                )
+                break
+
+    handles = model.register_forward_pre_hook(begin), model.register_forward_hook(end, prepend=True)
+
+
+def tell_of_buffers(module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a compiled module, and say it if that writes to buffers, other than running statistics, in place.
+
+    torch (2.15) may compute again in backward what forward has made of a buffer, which has another value by then:
+    https://github.com/pytorch/pytorch/pull/197039
+    """
+    statistics = running_statistics(module)
+    buffers = {name: each for name, each in module.named_buffers() if name not in statistics and _can_be_summed(each)}
+    before = {name: _sums(each) for name, each in buffers.items()}
+    result = call(*args, **kwargs)
+    now = dict(module.named_buffers())
+    for name, sums in before.items():
+        if now.get(name) is buffers[name] and not torch.equal(_sums(buffers[name]), sums):
+            _logger.warning(
+                f"strategy.compile: forward of {type(module).__name__} writes to its buffer {name} in place; where the loss depends on the "
+                "buffer, torch may compute wrong gradients of compiled modules, without an error: assign it anew (self.count = "
+                "self.count + 1), or leave compile out"
+            )
+            break
+    return result
+
+
+def _can_be_summed(each: Tensor) -> bool:
+    is_dense = type(each) is Tensor and each.layout is torch.strided and each.dtype.itemsize in _WORDS
+    return is_dense and each.numel() > 0 and has_values(each)
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -174,6 +174,11 @@ def compile_in_place(modules: Iterable[nn.Module], options: dict[str, Any]) -> N
                 'or let FSDP compile the blocks alone, by strategy.wrap="blocks"'
             )
         module.compile(**options)
+        if any(True for _ in module.buffers()):
+            from ..core.torch_compat.backward_private import call_first_by
+            from .lost_writes import tell_of_buffers
+
+            call_first_by(module, functools.partial(tell_of_buffers, module))
 
 
 _logger = logging.getLogger("flextrain")

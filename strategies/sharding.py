@@ -48,10 +48,20 @@ def check_dense(model: nn.Module, strategy: str, instead: str = "choose DDPStrat
             )
 
 
-def check_no_max_norm(model: nn.Module, strategy: str) -> None:
-    """Raise StrategyError if a layer writes to its table in forward: a copy of it, or rows that other processes keep."""
+def check_tables(model: nn.Module, strategy: str) -> None:
+    """Raise StrategyError if a layer writes to its table in forward: a copy of it, or rows that other processes keep.
+
+    Log those whose gradients depend on how samples are divided.
+    """
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if module.scale_grad_by_freq and module.weight.requires_grad:
+            _logger.warning(
+                f"model.{name}: has scale_grad_by_freq=True, which counts words in the samples of each process and micro-batch; gradients differ "
+                "from those of one device with all samples at once"
+            )
+        if module.max_norm is not None:
             raise StrategyError(
                 f"model.{name}: has max_norm={module.max_norm}, by which forward writes to its rows, and {strategy} would lose that or "
                 "make processes differ; leave it out, or train on one device"

@@ -8,7 +8,7 @@ import ctypes
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -303,6 +303,13 @@ def torch_states(device: torch.device) -> dict[str, Tensor]:
     return states
 
 
+def load_torch_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Restore what ``torch_states`` has returned."""
+    torch.set_rng_state(states["torch"])
+    if device.type != "cpu":
+        DEVICES[device.type].module.set_rng_state(states[device.type], device)
+
+
 def rng_state(device: torch.device) -> dict[str, Any]:
     """The RNG state of this process, including that of ``device``, as JSON-able values."""
     version, internal, gauss = random.getstate()
@@ -334,9 +341,7 @@ def kept_random_state(device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(legacy)
-        torch.set_rng_state(states["torch"])
-        if device.type != "cpu":
-            DEVICES[device.type].module.set_rng_state(states[device.type], device)
+        load_torch_states(states, device)
 
 
 @contextmanager

@@ -1,16 +1,16 @@
-"""Private interfaces of torch for a backward whose gradients of weights are computed apart."""
+"""Private interfaces of torch for a backward whose gradients of weights are computed apart, and around calls of compiled modules."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .torch_private import is_view
+from .torch_private import COMPILED, is_view
 
 
 def backward_of_input(output: Tensor, grad: Tensor, leaf: Tensor, model: nn.Module) -> Callable[[], object]:
@@ -67,3 +67,16 @@ def _apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
             group = {"params": params, "intermediates": list(nodes), "grads": list(nodes.values())}
         found = [*(other for other in found if all(other is not one for one in joined)), group]
     return found
+
+
+def call_first_by(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Let ``around(call, *args, **kwargs)`` make the first call in training of a module that is compiled in place. 2.6, 2.15."""
+    call = cast(Callable[..., Any], getattr(module, COMPILED))
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+            return call(*args, **kwargs)
+        setattr(module, COMPILED, call)
+        return around(call, *args, **kwargs)
+
+    setattr(module, COMPILED, first)

@@ -740,7 +740,7 @@ def mark_of(state: Tensor) -> int | None:
 _VALUES = (bool, int, float, str, type(None))
 _LARGEST = 10_000  # elements of a container in which modules are looked for; larger ones are vocabularies and the like
 _DEPTH = 4  # of containers and objects inside of each other
-_COMPILED = "_compiled_call_impl"
+COMPILED = "_compiled_call_impl"
 _WEAK = "_flat_weight_refs"  # a recurrent layer's to its parameters; None: it has none
 
 
@@ -770,7 +770,7 @@ def copy_modules(model: nn.Module, shape_of: Callable[[Tensor], Sequence[int]]) 
             elif key == _WEAK:
                 own[key] = [None] * len(value)  # the model's would lead to its parameters
             else:
-                own[key] = None if key == _COMPILED else _mapped(value, known, _DEPTH)
+                own[key] = None if key == COMPILED else _mapped(value, known, _DEPTH)
     found: nn.Module = known[id(model)]
     return found
 

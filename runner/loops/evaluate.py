@@ -18,6 +18,7 @@ from ...core.comm.agreement import gather_differing
 from ...core.comm.topology import gathering_refused
 from ...core.model.base_model import class_name, overrides
 from ...core.model.module_state import modes_of
+from ...optim.adapters import swaps_weights
 from ...strategies.base import Strategy
 from ...strategies.parts import full_weights
 from ...strategies.parts.whole_weights import buffers_kept
@@ -203,6 +204,8 @@ class EvalLoop(BaseLoop):
             None: no limit.
     """
 
+    _has_told = False  # of an optimizer in training mode
+
     def __init__(
         self,
         runner: Run,
@@ -230,6 +233,7 @@ class EvalLoop(BaseLoop):
         runner.stepper.check_prediction(self.mode)
         runner.call_hook(f"before_{self.mode}")
         runner.call_hook(f"before_{self.mode}_epoch")
+        self._check_weights()
         back_to_training = modes_of(runner.model)
         runner.model.eval()
         try:
@@ -239,6 +243,19 @@ class EvalLoop(BaseLoop):
         runner.call_hook(f"after_{self.mode}_epoch", metrics=metrics)
         runner.call_hook(f"after_{self.mode}")
         return metrics
+
+    def _check_weights(self) -> None:
+        """Warn once if the optimizer would swap other weights in for an evaluation, and nobody has asked it to."""
+        optim = self._runner.optim_wrapper
+        for wrapper in optim.wrappers.values() if optim is not None and not self._has_told else ():
+            if not wrapper.is_built or not swaps_weights(wrapper.optimizer):
+                continue
+            if any(group.get("train_mode") for group in wrapper.param_groups):
+                self._has_told = True
+                self._runner.logger.warning(
+                    f"{wrapper.where}.optimizer: {type(wrapper.optimizer).__name__} is in training mode, in which the weights are not those to "
+                    f"evaluate; call its eval() in before_{self.mode}_epoch of a hook, and train() in after_{self.mode}_epoch"
+                )
 
     def _evaluate_all(self) -> dict[str, Any]:
         idx = -1

@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 from ...core.base.errors import ConfigError, StrategyError
 from ...core.base.registry import OPTIMIZERS
 from ...core.checkpoint.chunks import FlatShard
+from ...core.comm.collectives import is_alone
 from ...core.device.precision import BATCH_NORM, cast_tensors, output_in_float32
 from ...core.torch_compat.torch_private import in_backward, with_values
-from ...optim.trial import Samples, why_not_flat_shards, why_not_usable
+from ...optim.adapters import swaps_weights
+from ...optim.trial import Samples, draws, why_not_flat_shards, why_not_usable
 from ...optim.wrapper import OptimWrapper
 from . import engine_internals
 from .swapping import is_in_file
@@ -187,6 +189,11 @@ def check_supported(wrapper: OptimWrapper, stage: int) -> None:
         reason = _REFUSED.get(base) or (_REFUSED_ZERO.get(base) if stage else None)  # a class was not refused by _find
         if reason:
             raise StrategyError(f'{wrapper.where}.optimizer.type: "{base}" {reason}')
+    if swaps_weights(optimizer):
+        raise StrategyError(
+            f"{wrapper.where}.optimizer: {kind.__name__} swaps the weights that it has by train() and eval(), and DeepSpeed's engine computes "
+            "with copies of these; choose FSDPStrategy or DDPStrategy"
+        )
     if wrapper.adapter.is_elementwise or (kind.__name__ in _HOMES and kind.__module__.startswith("deepspeed.")):
         return
     if wrapper.adapter.takes_shards:
@@ -198,6 +205,8 @@ def check_supported(wrapper: OptimWrapper, stage: int) -> None:
     ).of(divided)
     with with_values():
         reason = (why_not_flat_shards if stage else why_not_usable)(wrapper.make_another, samples)
+        if not (stage or reason or is_alone()) and draws(wrapper.make_another, samples):
+            reason = "draws random numbers, which are others on every process, so that replicas would differ; choose DDPStrategy"
     if reason and stage == 0:
         raise StrategyError(f"{wrapper.where}.optimizer: {kind.__name__} {reason}")
     if reason:

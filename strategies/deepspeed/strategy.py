@@ -44,7 +44,7 @@ from ..parts import (
     take_written,
 )
 from ..recomputation import compile_in_place
-from ..sharding import check_dense, check_no_max_norm, check_real, make_contiguous
+from ..sharding import check_dense, check_real, check_tables, make_contiguous
 from ..without_memory import ModelWithoutMemory
 from . import engine_internals, swapping
 from .compiling import announced, init_distributed
@@ -222,7 +222,7 @@ class DeepSpeedStrategy(Strategy):
             self._without_memory.check_initialised(self.noted.read_later)
         stage = self.config.zero_optimization.stage
         if stage or self.topology.data.count > 1 or self._request.dtype is not torch.float32:
-            check_no_max_norm(model, type(self).__name__)
+            check_tables(model, type(self).__name__)
         if optim is not None and stage:
             check_dense(model, type(self).__name__)
         for name, parameter in model.named_parameters() if stage == 3 else ():

@@ -49,13 +49,13 @@ from ..base import NOTHING, EvalStep, Optim, Strategy, kept_gradients
 from ..config import ANY_DEVICE, Needs
 from ..divided import register_divided
 from ..gathering_order import Together, UnitOrder, message_group
-from ..gradient_hooks import OwnMeans, StepsInTime
+from ..gradient_hooks import OwnMeans, StepsInTime, draw_alike
 from ..lost_writes import Replaced, watch_forward
 from ..noted import Arranged, is_subclass
 from ..parts import choices, construct, explain, prepare_whole
 from ..parts.model_state import await_values
 from ..recomputation import compile_in_place
-from ..sharding import ShardedOptimizers, check_dense, check_no_max_norm, check_real, has_shards, make_contiguous
+from ..sharding import ShardedOptimizers, check_dense, check_real, check_tables, has_shards, make_contiguous
 from ..without_memory import ModelWithoutMemory, give_memory
 from .config import FSDPConfig
 from .float8_weights import Float8Weights
@@ -327,6 +327,7 @@ class FSDPStrategy(Strategy):
             self._sharded.check(wrapper)
             if self._averaged_over().count > 1:
                 refuse_added(wrapper, self.module)
+                draw_alike(self, wrapper, self._averaged_over())
                 if calls_itself(self.module) and not self.config.reduces_always:
                     self._gradient_hooks.append(StepsInTime(wrapper))
             if self._used is not None:
@@ -357,7 +358,7 @@ class FSDPStrategy(Strategy):
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         check_real(model, "FSDPStrategy")
         if self.topology.data.count > 1 or self._shards(self._mesh()):
-            check_no_max_norm(model, type(self).__name__)
+            check_tables(model, type(self).__name__)
         if optim is not None:
             check_dense(model, type(self).__name__)
         if self.config.mixed_precision is not None and self.precision.autocast:

@@ -154,6 +154,12 @@ def mixture() -> nn.Module:
     return build("mixture")
 
 
+def parametrized() -> nn.Module:
+    model: Any = Plain()
+    nn.utils.parametrizations.weight_norm(model.layers[0].down)
+    return model  # type: ignore[no-any-return]
+
+
 def apart() -> nn.Module:
     return nn.ModuleDict({"a": nn.Linear(2, 2), "stray": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
 
@@ -175,6 +181,7 @@ MODELS: list[ModelRow] = [
     # Heads and widths that do not divide
     (dict(tp=2, plan={"head": "packed_colwise:3"}), Plain, "strategy.plan: model.head.weight: its 64 features are not 3 matrices that tp=2 divides; choose another style or tp"),
     (dict(tp=3, plan=PLAN, tp_kind="local"), Plain, 'strategy.tp_kind: "local" is not possible, choose "dtensor": tp=3 does not divide the 64 features of model.layers.0.up.weight'),
+    (dict(tp=2, plan=PLAN, tp_kind="local"), parametrized, 'strategy.tp_kind: "local" is not possible, choose "dtensor": model.layers.0.down has a parametrization'),
     (dict(tp=2, plan={**PLAN, "norm": "sequence"}, tp_kind="local"), Plain, 'strategy.tp_kind: "local" is not possible, choose "dtensor": norm divides sequences'),
     (dict(tp=2, plan={"0": "packed_rowwise"}), lambda: nn.Sequential(nn.Linear(6, 8)), "strategy.plan: model.0.weight: its 6 features are not 2 matrices that tp=2 divides"),
     (dict(tp=2, plan={"embed": "embedding_rowwise"}, tp_kind="local"), lambda: Plain(tied=True), 'strategy.tp_kind: "local" is not possible, choose "dtensor": model.head.weight is shared with a module of the plan; or give head a style too'),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,16 +12,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from flextrain import BaseMetric, FlexibleRunner, Hook
 from flextrain.core.base.errors import ConfigError, StrategyError
 from flextrain.optim import OptimWrapper
 from flextrain.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
-from flextrain.testing import WorkerGroup
+from flextrain.testing import WorkerError, WorkerGroup
 from flextrain.testing.differences import relative_difference
 from flextrain.testing.loop import windows
 from flextrain.testing.models import Mlp, SmallModel
-from flextrain.testing.sessions import Session, load, run, save, single_device, started, whole_state
+from flextrain.testing.sessions import Session, load, run, save, single_device, started, whole_model, whole_state
 
 
 class Plain(Optimizer):
@@ -345,14 +350,51 @@ def test_an_optimizer_that_is_built_is_tried_as_well() -> None:
 
 class ListKeeper(Plain):
     def update(self, group: dict[str, Any], state: dict[str, Any], p: Tensor, grad: Tensor) -> None:
-        state["factors"] = [grad.sum(0), grad.sum(-1)]
+        state["factors"] = self.container([grad.sum(0), grad.sum(-1)])
         state["sizes"] = [grad.numel(), 1.5]
 
+    container: Callable[[list[Tensor]], Any] = list
 
-def test_state_that_no_checkpoint_can_hold_is_refused_before_training() -> None:
-    message = 'optim_wrapper.optimizer: ListKeeper keeps "factors", a list of tensors, which no checkpoint has'
+
+class QueueKeeper(ListKeeper):
+    container = deque
+
+
+@pytest.mark.parametrize(("kind", "what"), [(ListKeeper, "list"), (QueueKeeper, "deque")])
+def test_state_that_no_checkpoint_can_hold_is_refused_before_training(kind: type, what: str) -> None:
+    message = f'optim_wrapper.optimizer: {kind.__name__} keeps "factors", a {what} of tensors, which no checkpoint has'
     with pytest.raises(StrategyError, match=message):
-        SingleDeviceStrategy(device="cpu").setup(nn.Linear(2, 2), OptimWrapper(dict(type=ListKeeper)))
+        SingleDeviceStrategy(device="cpu").setup(nn.Linear(2, 2), OptimWrapper(dict(type=kind)))
+
+
+class Lookahead(Lion):
+    """Goes back half of the way at every sixth update, by an operation on lists that DTensors do not have."""
+
+    def update(self, group: dict[str, Any], state: dict[str, Any], p: Tensor, grad: Tensor) -> None:
+        slow = state.setdefault("slow", p.detach().clone())
+        super().update(group, state, p, grad)
+        state["step"] = state.get("step", 0) + 1
+        if state["step"] % 6 == 0:
+            assert not isinstance(p, DTensor), "has no such operation"
+            slow.lerp_(p, 0.5)
+            p.copy_(slow)
+
+
+@pytest.mark.distributed
+def test_what_fails_after_some_updates_is_refused_before_training(workers2: WorkerGroup) -> None:
+    for found in workers2.run(refused, Lookahead):
+        assert found.startswith(
+            "optim_wrapper.optimizer: Lookahead cannot update sharded parameters, AssertionError: has no"
+        )
+
+
+def refused(kind: type, spec: dict[str, Any] = STRATEGIES["fsdp"]) -> str:
+    """In a worker: what a strategy says at set-up."""
+    try:
+        with started(spec, OptimWrapper(dict(type=kind)), Mlp):
+            return ""
+    except StrategyError as error:
+        return str(error)
 
 
 def test_quantised_moments_are_refused_before_training() -> None:
@@ -495,3 +537,143 @@ def test_a_trial_leaves_random_numbers_and_the_model_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
     assert not optim.optimizer.state
+
+
+class ScheduleFree(Plain):
+    """Trains weights beside those that are to be evaluated, as the package schedulefree does: eval() swaps these in."""
+
+    def __init__(self, params: Any, lr: float = 0.1, momentum: float = 0.9) -> None:
+        super().__init__(params, lr, momentum)
+        for group in self.param_groups:
+            group["train_mode"] = False
+
+    def train(self) -> None:
+        self._swap(True)
+
+    def eval(self) -> None:
+        self._swap(False)
+
+    @torch.no_grad()
+    def _swap(self, trains: bool) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] != trains:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], 1 - group["momentum"] if trains else 1 - 1 / group["momentum"])
+                group["train_mode"] = trains
+
+    def update(self, group: dict[str, Any], state: dict[str, Any], p: Tensor, grad: Tensor) -> None:
+        assert group["train_mode"], "not in training mode"
+        state["step"] = state.get("step", 0) + 1
+        z = state.setdefault("z", p.clone())
+        p.lerp_(z, 1 / state["step"]).sub_(grad, alpha=group["lr"] * (1 - group["momentum"] * (1 - 1 / state["step"])))
+        z.sub_(grad, alpha=group["lr"])
+
+
+class Modes(Hook):
+    def __init__(self, evaluates: bool) -> None:
+        self.evaluates = evaluates
+
+    def before_train(self, runner: Any) -> None:
+        runner.optim_wrapper.optimizer.train()
+
+    def before_val_epoch(self, runner: Any) -> None:
+        if self.evaluates:
+            runner.optim_wrapper.optimizer.eval()
+
+    def after_val_epoch(self, runner: Any, metrics: Any = None) -> None:
+        runner.optim_wrapper.optimizer.train()
+
+
+class Loss(BaseMetric):
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results += (data_samples[0] == data_samples[1]).float().tolist()
+
+    def compute_metrics(self, results: list[float]) -> dict[str, float]:
+        return {"right": sum(results)}
+
+
+def scored(spec: dict[str, Any], path: Path, evaluates: bool) -> tuple[list[str], dict[str, Tensor]]:
+    """In a worker: the warnings of a training with a validation in each epoch, and the weights to evaluate at its end."""
+    sample = Mlp.sample(16, 0)
+    data = dict(
+        dataset=[{name: part[i] for name, part in sample.items()} for i in range(16)],
+        batch_size=2,
+        collate_fn="default_collate",
+    )
+    runner = FlexibleRunner(
+        model=Mlp,
+        strategy=spec,
+        work_dir=path,
+        train_dataloader=dict(data),
+        val_dataloader=dict(data),
+        val_evaluator=Loss(),
+        val_cfg=dict(),
+        train_cfg=dict(max_epochs=2),
+        optim_wrapper=dict(optimizer=dict(type=ScheduleFree)),
+        custom_hooks=[Modes(evaluates)],
+        randomness=dict(seed=3),
+        default_hooks=dict(checkpoint=None),
+    )
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    runner.logger.addHandler(handler)
+    try:
+        runner.train()
+        runner.optim_wrapper.optimizer.eval()
+        return lines, {key: value.clone() for key, value in whole_model(runner.strategy).items()}
+    finally:
+        runner.logger.removeHandler(handler)
+        runner.strategy.leave()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_evaluating_the_weights_that_are_trained_is_told(
+    workers2: WorkerGroup, tmp_path: Path, evaluates: bool
+) -> None:
+    said = "optim_wrapper.optimizer: ScheduleFree is in training mode, in which the weights are not those to evaluate"
+    whole = workers2.run(scored, STRATEGIES["ddp"], tmp_path, evaluates)
+    parts = workers2.run(scored, STRATEGIES["fsdp"], tmp_path, evaluates)
+    assert [line.split(";")[0] for line in parts[0][0]] == ([] if evaluates else [said])
+    for (_, weights), (_, expected) in zip(parts, whole, strict=True):
+        assert max(relative_difference(weights[key], value) for key, value in expected.items()) < 1e-5
+
+
+@pytest.mark.deepspeed
+def test_an_engine_with_copies_refuses_weights_that_are_swapped(workers1: WorkerGroup, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    said = "optim_wrapper.optimizer: ScheduleFree swaps the weights that it has by train() and eval(), and DeepSpeed's engine computes"
+    with pytest.raises(WorkerError, match=re.escape(said)):
+        workers1.run(scored, STRATEGIES["zero2"], tmp_path, True)
+
+
+def drawn(strategy: str) -> tuple[float, float]:
+    """In a worker: how far an optimizer that draws is from one device, and what is drawn next."""
+    batches = windows([Mlp.sample(8, seed) for seed in range(3)], 1)
+    with started(STRATEGIES[strategy], OptimWrapper(dict(type=Noisy)), Mlp) as session:
+        found = run(session, batches).weights[-1]
+        number = float(torch.rand(()))
+    with single_device(OptimWrapper(dict(type=Noisy)), Mlp) as single:
+        expected = run(single, batches).weights[-1]
+    return max(relative_difference(found[key], value) for key, value in expected.items()), number
+
+
+@pytest.mark.deepspeed
+def test_replicas_that_would_draw_apart_are_refused(workers2: WorkerGroup) -> None:
+    pytest.importorskip("deepspeed")
+    for found in workers2.run(
+        refused, Noisy, dict(type=DeepSpeedStrategy, device="cpu", zero_optimization=dict(stage=0))
+    ):
+        assert found.startswith(
+            "optim_wrapper.optimizer: Noisy draws random numbers, which are others on every process"
+        )
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_processes_draw_alike_in_the_optimizer_and_apart_elsewhere(workers2: WorkerGroup, strategy: str) -> None:
+    (first, number), (second, other) = workers2.run(drawn, strategy)
+    assert max(first, second) < 1e-5
+    assert number != other

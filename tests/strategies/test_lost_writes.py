@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Collection, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from flextrain import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, MeshStrategy, OptimWrapper
+from flextrain import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, MeshStrategy, OptimWrapper, SingleDeviceStrategy
 from flextrain.core.base.errors import StrategyError
 from flextrain.core.comm import collectives as dist
 from flextrain.testing import WorkerGroup
@@ -182,3 +184,100 @@ def bounded(kind: str) -> str:
 def test_a_table_that_keeps_its_norms(workers2: WorkerGroup, kind: str) -> None:
     found = workers2.run(bounded, kind)
     assert [text.partition(", by")[0] for text in found] == ["model.table: has max_norm=1000.0"] * 2
+
+
+@contextlib.contextmanager
+def recorded_warnings() -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("flextrain")
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+class Renormed(nn.Module):
+    """A table whose rows forward bounds, where samples look at them; or that forward only reads."""
+
+    def __init__(self, bound: float | None) -> None:
+        super().__init__()
+        self.table, self.bound = nn.Parameter(torch.ones(6, 4)), bound
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.embedding(x, self.table, max_norm=self.bound).sum(-1).tanh().mean()}
+
+
+def told(bound: float | None) -> tuple[list[str], bool]:
+    """In a worker: the warnings under DDP, and whether hooks are left."""
+    strategy = DDPStrategy(device="cpu")
+    strategy.join()
+    torch.manual_seed(0)
+    model, optim = strategy.setup(Renormed(bound), OptimWrapper(dict(type="SGD", lr=0.1)))
+    with recorded_warnings() as lines:
+        train(strategy, model, optim, [[dict(x=torch.arange(6))]] * 3)  # type: ignore[arg-type]
+    left = bool(strategy.module._forward_hooks or strategy.module._forward_pre_hooks)
+    strategy.leave()
+    return lines, left
+
+
+@pytest.mark.parametrize("bound", [1.0, None])
+def test_writes_that_samples_decide_on_are_told(workers2: WorkerGroup, bound: float | None) -> None:
+    for lines, left in workers2.run(told, bound):
+        assert [line.split(", if")[0].split(";")[0] for line in lines] == (
+            ["model.table: forward writes to it, on every process by samples of its own"] if bound else []
+        )
+        assert not left
+
+
+def told_at_setup(by_frequency: bool) -> list[str]:
+    """In a worker: the warnings of DDP at set-up."""
+    strategy = DDPStrategy(device="cpu")
+    strategy.join()
+    with recorded_warnings() as lines:
+        strategy.setup(nn.Embedding(4, 2, scale_grad_by_freq=by_frequency), OptimWrapper(dict(type="SGD", lr=0.1)))
+    strategy.leave()
+    return lines
+
+
+@pytest.mark.parametrize("by_frequency", [True, False])
+def test_gradients_that_count_words_are_told(workers2: WorkerGroup, by_frequency: bool) -> None:
+    for lines in workers2.run(told_at_setup, by_frequency):
+        assert len(lines) == by_frequency
+        assert all(
+            "has scale_grad_by_freq=True, which counts words in the samples of each process" in line for line in lines
+        )
+
+
+class Counts(nn.Module):
+    """Divides by a buffer that it counts up before, in place or by assignment."""
+
+    count: Tensor
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.layer, self.norm, self.in_place = nn.Linear(4, 4), nn.BatchNorm1d(4), in_place
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        if self.in_place:
+            self.count += 1
+        else:
+            self.count = self.count + 1
+        return {"loss": (self.norm(self.layer(x)).tanh() / (1 + self.count)).square().mean()}
+
+
+@pytest.mark.processes  # torch 2.6 starts the compiler for it
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_compiled_module_that_writes_to_its_buffers_is_told(in_place: bool) -> None:
+    torch.compiler.reset()
+    strategy = SingleDeviceStrategy(device="cpu", compile=dict(backend="aot_eager"))
+    torch.manual_seed(0)
+    model, optim = strategy.setup(Counts(in_place), OptimWrapper(dict(type="SGD", lr=0.1)))
+    with recorded_warnings() as lines:
+        train(strategy, model, optim, [[dict(x=torch.randn(3, 4))]] * 3)  # type: ignore[arg-type]
+    told = "strategy.compile: forward of Counts writes to its buffer count in place"
+    assert [line.split(";")[0] for line in lines] == ([told] if in_place else [])
+    strategy.leave()
+    torch.compiler.reset()

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
+from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from ....core.base.errors import StrategyError
@@ -476,6 +477,8 @@ def why_not_local(model: nn.Module, styles: Mapping[str, Style], size: int) -> s
         style = styles.get(name)
         if style is not None and is_deferred(module):
             return f"ChunkedLoss computes {name} after its forward"
+        if style is not None and is_parametrized(module):
+            return f"model.{name} has a parametrization, which makes its weight of parameters elsewhere"
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             where = f"model.{name}.{key}"
             if style is None and id(parameter) in planned:
