@@ -7,7 +7,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,13 +201,15 @@ class Saver:
         if not keys:
             self._marked.discard(str(path))
             return
+        self._mark(path, keys, logging.WARNING if was_good else logging.INFO)  # one warning for several in a row
+
+    def _mark(self, path: Path, keys: Sequence[str], level: int) -> None:
         self._marked.add(str(path))
-        self._run.logger.log(
-            logging.WARNING if was_good else logging.INFO,  # one warning for several marked ones in a row
-            f"Checkpoint {path.name} holds NaN or infinity in {what_is_not_finite(keys)}: it is marked, resume=True "
-            "skips it, and no older one is deleted for it"
-            + (f"; that of this name is {kept.name} now" if (kept := finite(path)).exists() else ""),
-        )
+        text = f"Checkpoint {path.name} holds NaN or infinity in {what_is_not_finite(keys)}: it is marked, resume=True skips it, and no "
+        text += "older one is deleted for it"
+        if (kept := finite(path)).exists():
+            text += f"; that of this name is {kept.name} now"
+        self._run.logger.log(level, text)
 
 
 # Check before training that a checkpoint of the run could be written: otherwise the first save would end it.

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ...core.base.errors import StrategyError
+from ...core.base.trees import tensors_in
 from .engine_internals import call_when_freed, is_partitioned
 
-_OF_WHOLE = {"shape", "ndim", "size", "dim", "numel", "nelement", "__len__", "nbytes", "stride"}
+# Names of functions and attributes, without underscores before and behind them.
+_OF_WHOLE = {"shape", "ndim", "size", "dim", "numel", "nelement", "len", "nbytes", "stride"}
 _OF_LAYOUT = {
     "dtype",
     "device",
@@ -23,9 +24,9 @@ _OF_LAYOUT = {
     "is_floating_point",
     "is_complex",
 }
-_OF_GRAPH = {"is_leaf", "requires_grad", "requires_grad_", "grad", "_grad", "grad_fn", "output_nr", "_version"}
-_HOOKS = {"_backward_hooks", "_post_accumulate_grad_hooks", "register_hook", "register_post_accumulate_grad_hook"}
-_ALWAYS_TRUE = _OF_LAYOUT | _OF_GRAPH | _HOOKS | {"element_size", "itemsize", "untyped_storage", "names", "__repr__"}
+_OF_GRAPH = {"is_leaf", "requires_grad", "grad", "grad_fn", "output_nr", "version"}
+_HOOKS = {"backward_hooks", "post_accumulate_grad_hooks", "register_hook", "register_post_accumulate_grad_hook"}
+_ALWAYS_TRUE = _OF_LAYOUT | _OF_GRAPH | _HOOKS | {"element_size", "itemsize", "untyped_storage", "names", "repr"}
 
 
 def refuse_use(model: nn.Module) -> None:
@@ -57,13 +58,14 @@ class _Freed(nn.Parameter):
         own = func.__name__
         name = getattr(func.__self__, "__name__", own) if own in ("__get__", "__set__") else own
         disabled = super().__torch_function__
-        if name in _OF_WHOLE and own != "__set__":
+        plain = name.strip("_")
+        if plain in _OF_WHOLE and own != "__set__":
             whole = torch.empty(args[0].ds_shape, dtype=args[0].dtype, device="meta")
             return func(whole, *args[1:], **(kwargs or {}))
         # Torch and DeepSpeed find a parameter's node in the graph by a view of it.
-        if name in _ALWAYS_TRUE or (name in ("view_as", "expand_as") and args[0] is args[1]):
+        if plain in _ALWAYS_TRUE or (name in ("view_as", "expand_as") and args[0] is args[1]):
             return disabled(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        parameter = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, _Freed))
+        parameter = next(each for each in tensors_in((args, kwargs)) if isinstance(each, _Freed))
         raise StrategyError(
             f"model.{parameter.name_in_model}: {name} of a parameter that DeepSpeed has freed, as stage 3 does outside of the calls of the "
             "module that has it; use it inside of full_weights or deepspeed.zero.GatheredParameters, or choose stage 1 or 2, or "
