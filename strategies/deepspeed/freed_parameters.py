@@ -58,12 +58,12 @@ class _Freed(nn.Parameter):
         own = func.__name__
         name = getattr(func.__self__, "__name__", own) if own in ("__get__", "__set__") else own
         disabled = super().__torch_function__
-        plain = name.strip("_")
-        if plain in _OF_WHOLE and own != "__set__":
+        bare = name.strip("_")
+        if bare in _OF_WHOLE and own != "__set__":
             whole = torch.empty(args[0].ds_shape, dtype=args[0].dtype, device="meta")
             return func(whole, *args[1:], **(kwargs or {}))
         # Torch and DeepSpeed find a parameter's node in the graph by a view of it.
-        if plain in _ALWAYS_TRUE or (name in ("view_as", "expand_as") and args[0] is args[1]):
+        if bare in _ALWAYS_TRUE or (name in ("view_as", "expand_as") and args[0] is args[1]):
             return disabled(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         parameter = next(each for each in tensors_in((args, kwargs)) if isinstance(each, _Freed))
         raise StrategyError(

@@ -268,6 +268,7 @@ WRAPPER = {
     "has_stepped": _FACT,
     "end_window": "called where a train_step may update in some micro-batches of a window only",
     "is_built": _FACT,
+    "accumulative_counts": "MMEngine's name of accumulate, for users",
     "chose_fused": _ON_ACCELERATORS,
     "spread": "a strategy calls it whose processes hold different parameters",
     "register_backward_pre_hook": "strategies call it that look after gradient hooks of users",
@@ -278,6 +279,7 @@ TRAIN_LOOP = {
     "inner": _FACT,
     "position": "asked when a run is preempted",
     "ends_with_filler": "asked by hooks that look at batches",
+    "has_begun": "asked when a hook replaces runner.optim_wrapper",
 } | dict.fromkeys(("num_batches", "dry_run"), "evaluation loops are asked")
 MODEL_SAYS_WHICH = "the model's train_step calls it of one of the optimizers"
 
