@@ -63,8 +63,13 @@ def finite(path: Path) -> Path:
 
 
 def keep_finite(path: Path) -> None:
-    """Give the checkpoint ``path``, which is about to be replaced by one with NaN or infinity, the name ``finite(path)``."""
+    """Give the checkpoint ``path``, which is about to be replaced by one with NaN or infinity, the name ``finite(path)``.
+
+    Raises:
+        CheckpointError: something that is no checkpoint has this name.
+    """
     kept = finite(path)
+    check_no_other_files(kept)
     shutil.rmtree(kept, ignore_errors=True)
     path.rename(kept)
 

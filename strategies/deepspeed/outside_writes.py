@@ -17,7 +17,7 @@ class OutsideWrites:
     """Raises before an update if somebody has written to a parameter since the last one: the engine takes its values from elsewhere.
 
     Torch counts writes in place, which waits for nothing, but not those to ``.data``. Therefore values are compared too, before the
-    updates 1, 2, 4, 8 and so on. A write to ``.data`` of what stage 3 has taken away finds an empty tensor, and is not seen.
+    updates 1, 2, 4, 8 and so on. Of what stage 3 has freed, ``.data`` raises.
 
     Args:
         parameters: those whose values the engine takes from elsewhere, by name.

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from flextrain import FlexibleRunner, Hook
 from flextrain.cli import main
+from flextrain.core.base.errors import CheckpointError
 from flextrain.core.checkpoint import export_weights
+from flextrain.core.checkpoint.directory import keep_finite
 
 from .conftest import Scores
 from .nonfinite import Poison, saved, train_badly, warnings_in
@@ -148,6 +150,17 @@ def test_one_that_has_replaced_the_latest_under_its_name_is_passed_over(
     train_badly(by_iter(tmp_path, iters=6, resume=True, log_level="INFO"))
     assert f'{tmp_path / "latest"}: names "last", which holds NaN or infinity; last.finite is resumed' in caplog.text
     assert f"Resumed from {tmp_path / 'last.finite'}: epoch 0, iteration 3" in caplog.text
+
+
+def test_files_under_the_name_of_the_finite_one_are_not_deleted(tmp_path: Path) -> None:
+    last, other = tmp_path / "last", tmp_path / "last.finite"
+    last.mkdir()
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"notes\.txt: is no part of a checkpoint"):
+        keep_finite(last)
+    assert last.is_dir()
+    assert (other / "notes.txt").read_text() == "mine"
 
 
 def test_none_to_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
