@@ -116,20 +116,25 @@ def gradient_of(parameter: DTensor, local: Tensor, node: Any) -> DTensor | None:
     Args:
         node: of the graph, to which backward would give it.
     """
-    if parameter._post_accumulate_grad_hooks or parameter._backward_hooks:
+    known: DTensor | None
+    if (
+        type(node) is not _OF_LEAF
+        or not _adds_to_leaf(node)
+        or parameter._backward_hooks
+        or parameter._post_accumulate_grad_hooks
+        or getattr(parameter, "grad_dtype", None) not in (None, local.dtype)
+    ):
         return laid_out_as(parameter, local)
-    if not parameter.is_leaf or not _adds_to_leaf(node):
-        return laid_out_as(parameter, local)
-    if getattr(parameter, "grad_dtype", None) not in (None, local.dtype):
-        return laid_out_as(parameter, local)
-    known: DTensor | None = parameter.grad  # type: ignore[assignment]
-    if known is None:
+    if (known := parameter.grad) is None:  # type: ignore[assignment]
         parameter.grad = laid_out_as(parameter, local)
     elif known.placements == parameter.placements and known.dtype == local.dtype:
         known._local_tensor.add_(local)
     else:
         return laid_out_as(parameter, local)
     return None
+
+
+_OF_LEAF: type = torch._C._functions.AccumulateGrad
 
 
 def _adds_to_leaf(node: Any) -> bool:

@@ -31,6 +31,7 @@ from ....core.torch_compat.torch_private import (
     has_values,
     is_fake,
     repeating_in,
+    tables_of,
     tree_flatten,
     version_of,
     without_function_modes,
@@ -293,11 +294,16 @@ class _Planned:
 def _is_torchs_linear(module: nn.Module) -> bool:
     own = module.parameters(recurse=False)
     ordinary = all(type(each) in (Tensor, nn.Parameter) or is_fake(each) for each in own)
-    return ordinary and type(module).forward is nn.Linear.forward
+    return ordinary and type(module).forward is nn.Linear.forward and not is_parametrized(module)
 
 
 class _LocalLinear(_Planned):
     """A Linear of ordinary tensors: DTensor takes several times as long as the arithmetic of small ones."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._own, _ = tables_of(self._module)
+        """The module's parameters; its attributes take several times as long."""
 
     def __call__(self, input: Tensor) -> Any:
         # A compiler knows what DTensors do in a graph.
@@ -310,20 +316,18 @@ class _LocalLinear(_Planned):
         return super().__call__(input)
 
     def _by_columns(self, input: Tensor) -> Tensor:
-        local, module = self._local, self._module
+        local, own = self._local, self._own
         local.open.append(self._name)
         if self._name in local.alone:  # one function of autograd less
-            output: Tensor = _Linear.apply(input, module.weight, module.bias, None, local)
-        else:
-            output = _Linear.apply(local.taken(input, self._name), module.weight, module.bias, None, None)
-        return output
+            return _linear(input, own["weight"], own["bias"], None, local)
+        return _linear(local.taken(input, self._name), own["weight"], own["bias"], None, None)
 
     def _by_rows(self, input: Tensor) -> Tensor:
-        local, module = self._local, self._module
+        local, own = self._local, self._own
         if local.seen is not None:
             shard = DTensor.from_local(input.detach(), local.mesh, (Shard(input.ndim - 1),), run_check=False)
             local.seen.add(f"the input of {self._name}", _whole(shard))
-        output: Tensor = _Linear.apply(input, module.weight, module.bias, local.group, None)
+        output = _linear(input, own["weight"], own["bias"], local.group, None)
         if local.seen is not None:
             local.seen.add(self._name, output)
         local.close()
@@ -353,9 +357,10 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: DTensor, bias: DTensor | None, group: Any, local: LocalTensors | None
     ) -> Tensor:
-        ctx.weight, ctx.bias, ctx.dtype, ctx.local = weight, bias, input.dtype, local
+        ctx.weight, ctx.bias, ctx.local, ctx.dtypes = weight, bias, local, None
         own, added = local_tensor(weight), None if bias is None else local_tensor(bias)
         if torch.is_autocast_enabled(device := input.device.type) and input.dtype != torch.float64:
+            ctx.dtypes = input.dtype, own.dtype, None if added is None else added.dtype
             dtype = torch.get_autocast_dtype(device)
             input, own, added = input.to(dtype), own.to(dtype), None if added is None else added.to(dtype)
         ctx.save_for_backward(input, own)
@@ -368,33 +373,37 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         # Where no graph is asked for, which is nearly always, contexts that turn it off only cost time.
-        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, gradient)
+        return _gradients_once(ctx, gradient) if torch.is_grad_enabled() else _gradients(ctx, gradient)
 
 
 def _gradients(ctx: Any, gradient: Tensor) -> Any:
     with without_function_modes():
         input, own = ctx.saved_tensors
-        needs, of_input, of_weight, of_bias = ctx.needs_input_grad, None, None, None
-        nodes = ctx.next_functions
+        of_input = of_weight = of_bias = None
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         flat = gradient if gradient.ndim == 2 else gradient.reshape(-1, gradient.shape[-1])
-        if needs[0]:
-            of_input = _as(ctx.dtype, gradient @ own)
-            if ctx.local is not None:
-                ctx.local.add_up(of_input)
-        if needs[1]:
-            rows = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
-            of_weight = gradient_of(ctx.weight, _as(ctx.weight.dtype, flat.T @ rows), nodes[1][0])
-        if needs[2]:
-            of_bias = gradient_of(ctx.bias, _as(ctx.bias.dtype, flat.sum(0)), nodes[2][0])
+        if needs_input:
+            of_input = gradient @ own
+        if needs_weight:
+            of_weight = flat.T @ (input if input.ndim == 2 else input.reshape(-1, input.shape[-1]))
+        if needs_bias:
+            of_bias = flat.sum(0)
+        if ctx.dtypes is not None:
+            found = zip((of_input, of_weight, of_bias), ctx.dtypes, strict=True)
+            of_input, of_weight, of_bias = (None if one is None else one.to(dtype) for one, dtype in found)
+        if of_input is not None and ctx.local is not None:
+            ctx.local.add_up(of_input)
+        nodes = ctx.next_functions
+        if of_weight is not None:
+            of_weight = gradient_of(ctx.weight, of_weight, nodes[1][0])
+        if of_bias is not None:
+            of_bias = gradient_of(ctx.bias, of_bias, nodes[2][0])
         return of_input, of_weight, of_bias, None, None
 
 
-def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    # A call of "to" that has nothing to do takes half as long as a product.
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
-
-
 _gradients_once = once_differentiable(_gradients)
+# torch's Function.apply looks for ended transforms of torch.func first, a fifth of the call; live ones are refused in both.
+_linear: Callable[..., Tensor] = super(torch.autograd.Function, _Linear).apply
 
 
 def _whole(tensor: Tensor) -> Tensor:
