@@ -538,9 +538,9 @@ class _Save:
         directory.seal(folder, manifest_of(self._plan.tensors, files, self._written_by, marked))
         if marked and is_local(self.path) and directory.is_checkpoint(self.path) and not rows.is_marked(self.path):
             directory.keep_finite(self.path)
-        directory.commit(self.path, folder)
-        if self._options.is_latest and not marked:
-            directory.mark_latest(self.path)
+        moves = self._options.is_latest and not marked
+        with directory.becoming_latest(self.path) if moves else contextlib.nullcontext():
+            directory.commit(self.path, folder)
         return marked
 
 

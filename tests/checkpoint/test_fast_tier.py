@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flextrain import FlexibleRunner
-from flextrain.core.base.errors import ConfigError, StorageError
+from flextrain.core.base.errors import CheckpointError, ConfigError, StorageError
 from flextrain.core.checkpoint import is_checkpoint
 from flextrain.core.checkpoint import save as save_module
 from flextrain.runner.hooks import CheckpointHook
@@ -113,6 +113,21 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path, fast: Path, damage: str) -
     again = resumed(tmp_path / "run", fast)
     assert again.train_loop.start_iter == 7
     assert f"the fast tier {fast} holds no checkpoint that can be resumed" in log_of(again)
+
+
+def test_one_whose_weights_are_damaged_is_passed_over_unless_it_is_named(tmp_path: Path, fast: Path) -> None:
+    """What the first attempt had restored leaves no trace."""
+    whole = make_runner(tmp_path / "whole", train_cfg=EPOCHS)
+    whole.train()
+    stopped(tmp_path / "run", 13, fast)
+    file = fast / "iter_12" / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        resumed(tmp_path / "run", fast, resume=str(fast / "iter_12"))
+    again = resumed(tmp_path / "run", fast)
+    assert again.train_loop.start_iter == 7
+    assert f"; {tmp_path}/run/iter_7 is resumed in its place\n" in log_of(again)
+    assert not differences(whole_state(again), whole_state(whole))
 
 
 def test_the_one_before_stays_until_the_next_is_complete(
