@@ -281,6 +281,17 @@ def test_a_future_that_was_given_up_is_not_resumed(tmp_path: Path, fast: Path) -
     assert resumed(tmp_path / "run", fast).train_loop.start_iter == 8
 
 
+def test_a_work_directory_on_another_path_keeps_it(tmp_path: Path, fast: Path) -> None:
+    """A copy of it, beside the run that it was made of, does not get it."""
+    stopped(tmp_path / "run", 13, fast)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    with pytest.raises(ConfigError, match=f"of the run in {tmp_path}/run; give every run a folder of its own"):
+        resumed(tmp_path / "copy", fast)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    stopped(tmp_path / "moved", 17, fast, resume=True)
+    assert resumed(tmp_path / "moved", fast).train_loop.start_iter == 16
+
+
 def test_two_runs_at_once(tmp_path: Path, fast: Path) -> None:
     class Begins(Watch):
         def before_train(self, runner: Any) -> None:
