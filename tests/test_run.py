@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server import WorkerSpec
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.metrics import api as metrics_api
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
 from flextrain.cli import main
 from flextrain.core.base.errors import ConfigError
@@ -409,6 +410,17 @@ def test_a_machine_leaves_whose_device_computes_wrongly(
     )
     watched.looked({2: 1})
     assert watched.leaves() == ("rank 2: the output of head" if leaves else "")
+
+
+def test_a_signal_in_torchs_timing_stays_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch subtracts a time that it has not taken yet; its error ended `flextrain run` with status 1."""
+
+    def come() -> float:
+        raise SignalException("came", signal.SIGTERM)
+
+    monkeypatch.setattr(metrics_api, "time", SimpleNamespace(time=come))
+    with pytest.raises(SignalException), watched_agent(Supervisor("", Path())):
+        metrics_api.prof(lambda: None)()
 
 
 def test_a_restart_heeds_the_shutdown_timeout() -> None:
