@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.base.config import check_call
+from ..core.base.errors import CheckpointError
 from ..core.checkpoint import as_path
 from ..core.checkpoint.foreign.download import local_copy, shown
 from ..core.comm.agreement import raising_together
@@ -63,10 +64,9 @@ class Checkpoints:
         if not self.started:
             source, resumed = find_start(run)
             if source is not None and resumed:
-                self.resume(as_path(source), resumed)
-            elif source is not None:
-                if not self._has_weights:
-                    run.load_checkpoint(source)
+                self._resume_newest(as_path(source), resumed)
+            elif source is not None and not self._has_weights:
+                run.load_checkpoint(source)
             elif resumed:
                 run.logger.info(f"Nothing to resume in {run.checkpoint_dir}, training starts from the beginning")
             if any(hook.checkpoint_dir(run) for hook in run.hooks):
@@ -76,11 +76,24 @@ class Checkpoints:
             self.started = True
         self._check_initialised()
         loop = run.train_loop
-        unit, done, goal = (
-            ("epochs", loop.epoch, loop.max_epochs) if loop.by_epoch else ("iters", loop.iter, loop.max_iters)
-        )
+        done, goal = (loop.epoch, loop.max_epochs) if loop.by_epoch else (loop.iter, loop.max_iters)
         if done >= goal:
+            unit = "epochs" if loop.by_epoch else "iters"
             run.logger.info(f"Nothing is left to train: {done} of max_{unit}={goal} are done")
+
+    def _resume_newest(self, path: Path, options: Resume) -> None:
+        """Resume; if the fast tier's checkpoint is damaged, from the ordinary one, unless the script names it."""
+        run = self._run
+        try:
+            self.resume(path, options)
+        except CheckpointError as error:
+            if path.parent != run.fast_checkpoint_dir:
+                raise
+            other, options_of_other = find_start(run, without=path)
+            if other is None or options_of_other is None or as_path(other) == path:
+                raise
+            run.logger.warning(f"{error}; {other} is resumed in its place")
+            self.resume(as_path(other), options_of_other)
 
     def train(self, loop: TrainLoop) -> None:
         """Run the training loop to its end, again from another checkpoint whenever a hook or the strategy asks for it."""

@@ -396,8 +396,7 @@ class FlexibleRunner(RunnerNames):
     def close(self) -> None:
         """Release what the run holds beyond memory: reporters, log files, threads, process groups; may be called again.
 
-        For programs that make several runners. ``with FlexibleRunner(...) as runner:`` calls it at the end. A process
-        group that the program has made itself stays. After ``close()`` the runner is no longer used.
+        For programs that make several runners; ``with FlexibleRunner(...) as runner:`` ends with it. The program's own group stays.
         """
         if self._parts.is_closed:
             return
@@ -408,6 +407,7 @@ class FlexibleRunner(RunnerNames):
             stack.callback(self.oversight.stop)
             stack.callback(self._parts.end_workers)
             stack.callback(self.visualizer.close)
+            stack.callback(self.finish_saving)  # again, if a signal interrupts it: the save needs the process group
             self.finish_saving()
         self._parts.let_go()
         self._ending = None

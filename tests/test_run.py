@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server import WorkerSpec
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.metrics import api as metrics_api
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
 from flextrain.cli import main
 from flextrain.core.base.errors import ConfigError
@@ -350,6 +351,21 @@ def test_the_first_machine_names_the_failure_of_another_one(tmp_path: Path) -> N
     assert "  rank 1 failed: ValueError: broken" in summary(0, "finished", watched)
 
 
+@pytest.mark.usefixtures("no_job")
+def test_what_another_run_says_in_the_folder_is_not_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an evaluation that comes to its time limit: the job would neither be finished, nor start again."""
+    watched = Supervisor(str(tmp_path), tmp_path)
+    watched.starting(group(HashStore()))
+    with monkeypatch.context() as patch:
+        patch.delenv(JOB)
+        append_event(tmp_path, "preempted", rank=0, by="max_time", status=143)
+    assert watched.how_it_ended() == "finished"
+    watched.looked({0: 1})
+    assert watched.may_restart()
+    append_event(tmp_path, "preempted", rank=0, by="max_time", status=0)
+    assert watched.how_it_ended() == "the run was stopped, max_time"
+
+
 @pytest.mark.parametrize(("samples", "advised"), [(None, False), ([3], True)])
 def test_samples_are_left_out_only_if_a_batch_could_not_be_read(tmp_path: Path, samples: Any, advised: bool) -> None:
     watched = Supervisor("", tmp_path)
@@ -394,6 +410,17 @@ def test_a_machine_leaves_whose_device_computes_wrongly(
     )
     watched.looked({2: 1})
     assert watched.leaves() == ("rank 2: the output of head" if leaves else "")
+
+
+def test_a_signal_in_torchs_timing_stays_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch subtracts a time that it has not taken yet; its error ended `flextrain run` with status 1."""
+
+    def come() -> float:
+        raise SignalException("came", signal.SIGTERM)
+
+    monkeypatch.setattr(metrics_api, "time", SimpleNamespace(time=come))
+    with pytest.raises(SignalException), watched_agent(Supervisor("", Path())):
+        metrics_api.prof(lambda: None)()
 
 
 def test_a_restart_heeds_the_shutdown_timeout() -> None:

@@ -20,7 +20,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -163,12 +163,21 @@ def _copy(source: Path, target: Path) -> None:
 
 def mark_latest(path: Path) -> None:
     """Make ``path`` the checkpoint from which training resumes."""
-    if not is_local(path):  # remote files are written atomically
+    with becoming_latest(path):
+        pass
+
+
+@contextlib.contextmanager
+def becoming_latest(path: Path) -> Iterator[None]:
+    """``mark_latest`` at the end of a block; what it needs space for is written before it: a full disk fails the block too."""
+    if is_local(path):
+        write_file(path.parent / f".{LATEST}.tmp", path.name.encode())
+        yield
+        (path.parent / f".{LATEST}.tmp").replace(path.parent / LATEST)
+        sync_directory(path.parent)
+    else:  # remote files are written atomically
+        yield
         write_file(path.parent / LATEST, path.name.encode())
-        return
-    write_file(path.parent / f".{LATEST}.tmp", path.name.encode())
-    (path.parent / f".{LATEST}.tmp").replace(path.parent / LATEST)
-    sync_directory(path.parent)
 
 
 def find_latest(folder: str | os.PathLike[str]) -> Path | None:

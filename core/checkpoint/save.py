@@ -134,6 +134,8 @@ class PendingSave:
         """Seconds that writing took; set when the save is done."""
         self._error: Exception | None = None
         self._logs_failure = logs_failure
+        # Not Thread.join: before Python 3.13 a thread counts as over if Ctrl-C or a signal interrupts that.
+        self._is_done = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(save,), name="flextrain-save")
         self._thread.start()
 
@@ -147,15 +149,17 @@ class PendingSave:
             if self._logs_failure:  # a script may never call wait()
                 _logger.error("%s", error)
             self._error = error
-        self.seconds = time.perf_counter() - begin
+        finally:
+            self.seconds = time.perf_counter() - begin
+            self._is_done.set()
 
     def is_done(self) -> bool:
         """Whether the save is done, successful or not; does not wait."""
-        return not self._thread.is_alive()
+        return self._is_done.is_set()
 
     def join(self) -> None:
         """Wait until the save is done, successful or not."""
-        self._thread.join()
+        self._is_done.wait()
 
     def wait(self) -> Path:
         """Wait until the checkpoint is complete; return its path.
@@ -538,9 +542,9 @@ class _Save:
         directory.seal(folder, manifest_of(self._plan.tensors, files, self._written_by, marked))
         if marked and is_local(self.path) and directory.is_checkpoint(self.path) and not rows.is_marked(self.path):
             directory.keep_finite(self.path)
-        directory.commit(self.path, folder)
-        if self._options.is_latest and not marked:
-            directory.mark_latest(self.path)
+        moves = self._options.is_latest and not marked
+        with directory.becoming_latest(self.path) if moves else contextlib.nullcontext():
+            directory.commit(self.path, folder)
         return marked
 
 

@@ -149,8 +149,10 @@ class Supervisor:
         return self.history.current.fault.reason
 
     def _own_events(self) -> list[dict[str, Any]]:
+        """Those of this start; an evaluation in the same folder may have written others."""
         events = read_events(self._work_dir) if self._work_dir else []
-        return [event for event in events if event["time"] >= self._began_at and "agent" not in event]
+        own = (event for event in events if event.get("job") == self._job and "agent" not in event)
+        return [event for event in own if event["time"] >= self._began_at]
 
     def _reason(self, exits: Mapping[int, int]) -> Fault:
         return failure_of(exits, self._own_events())

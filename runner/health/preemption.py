@@ -81,6 +81,19 @@ class CommonEnd:
         """Whether all leave at once, as the first one to know decides: the others cannot be far from it."""
         return self._bulletin.put_first(f"{self._key} how", "now" if own else "") == "now"
 
+    def last_word(self, asked: str | None, number: int) -> dict[str, Any] | None:
+        """The word after training; all processes get the same, unless one comes more than TOGETHER_S later.
+
+        Args:
+            asked: see ``word``.
+            number: of the call of train().
+        """
+        if asked is not None:
+            self.word(asked)
+        self.meet_those_who(f"have trained {number}")
+        text = self._bulletin.read_first(self._key)
+        return None if text is None else json.loads(text)
+
     def meet_those_who(self, does: str) -> None:
         """Count this process among those who ``does``, such as "know", and wait for the others, not for long."""
         board, key, deadline = self._bulletin, f"{self._key} {does}", time.monotonic() + TOGETHER_S
@@ -313,7 +326,7 @@ class Preemption:
         self._first = 0  # updates done before
         self._has_trained = False  # True once a loop has ended after updates of its own
         self._in_run, self._thread = False, threading.current_thread()
-        self._turn = 0  # of asking, if a program goes on after the end of a run
+        self._turn, self._trainings = 0, 0  # of asking, if a program goes on after the end of a run; calls of train()
         self._deadline: float | None = None  # time.monotonic() at which the run ends by itself
         if self._options.max_time is not None:
             self._read_max_time(self._options.max_time)
@@ -521,12 +534,16 @@ class Preemption:
         self._first, self._loop = loop.iter, loop
         run = self._run()
         assert run is not None
+        # Connected now, because rank 0, which may keep the store, may end before this process.
+        own = self.bulletin.for_another_thread() if self._size > 1 and self.bulletin is not None else None
         try:
             yield
         finally:
             self._has_trained |= self._has_updates()
             self._loop = None
             run.stop_check = None
+        if own is not None:
+            self._hear_last_word(own)
         if self._word is not None:  # no update was left at which all could have ended
             self._saved = "training was complete"
             self._requeue_if_wanted()
@@ -534,6 +551,13 @@ class Preemption:
             if self._size > 1:  # others have left train() already, and wait for this process before they end
                 self._departure.wait()
             raise self._terminated()
+
+    def _hear_last_word(self, own: Bulletin) -> None:
+        """Hear what a process was asked so late that its thread has not told it, or this one's has not looked."""
+        self._trainings += 1
+        if self._size > 1:
+            with suppress(StoreLostError):
+                self._word = CommonEnd(own, self._turn).last_word(self._asked, self._trainings) or self._word
 
     def check(self, where: str) -> None:
         """Called after every update and every batch of an evaluation, once somebody has asked.

@@ -17,8 +17,7 @@ from ...core.base.errors import (
     tell,
 )
 from ...core.base.events import append_event
-from ...core.checkpoint import find_latest, iteration_of
-from ..resume.choose_checkpoint import newest_fast
+from ..resume.choose_checkpoint import way_on
 from ..signals import outlast
 from .failures import Reason, reason_of
 from .origin import find_origin
@@ -156,7 +155,7 @@ def _log_how_it_ended(
     if has_begun:
         what += f" after epoch {run.epoch}, iteration {run.iter}"
         if run.rank == 0:
-            reason += f"; {_advice(run)}"
+            reason += f"; {way_on(run)}"
     logger = run.logger
     told = isinstance(error, (Exception, KeyboardInterrupt))
     record = logger.makeRecord(
@@ -172,14 +171,3 @@ def _log_how_it_ended(
     # Ranks other than 0 drop what is no error; their own log files take this line whatever its level.
     if run.rank != 0 or logger.isEnabledFor(level):
         logger.handle(record)
-
-
-def _advice(run: Run) -> str:
-    try:
-        newest = find_latest(run.checkpoint_dir)
-        fast, iteration, _ = newest_fast(run)
-        if fast is not None and (newest is None or iteration > iteration_of(newest)):
-            return f"resume=True continues from {fast}"
-    except CheckpointError as error:
-        return str(error)
-    return f"resume=True continues from {newest.name}" if newest else "no checkpoint was saved yet"

@@ -151,7 +151,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor if local is None else local()
 
 
-class _Follows(Hook):
+class Follows(Hook):
     """Follows every update once: in its turn among the hooks, or before that if one of them saves a checkpoint, which has the update."""
 
     _is_due: bool | None = None  # False: it has followed before its turn
@@ -187,7 +187,7 @@ _PREFIX = "averaged."
 
 
 @HOOKS.register_module()
-class EMAHook(_Follows):
+class EMAHook(Follows):
     """Keeps an average of the model's weights, and puts it into the model for validation and testing.
 
     The model's own weights are restored afterwards, also when validation raises. A checkpoint holds them as the model,
@@ -301,10 +301,6 @@ class EMAHook(_Follows):
         """Put the averages into the model."""
         self._swap_in(runner)
 
-    def before_val_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
-        """Put the averages into the model again, if a checkpoint was saved after the batch before."""
-        self._come_back(runner)
-
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Restore the weights."""
         self._swap_out(runner)
@@ -312,10 +308,6 @@ class EMAHook(_Follows):
     def before_test_epoch(self, runner: Run) -> None:
         """Put the averages into the model."""
         self._swap_in(runner)
-
-    def before_test_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
-        """See before_val_iter."""
-        self._come_back(runner)
 
     def after_test_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Restore the weights."""
@@ -334,9 +326,9 @@ class EMAHook(_Follows):
                 _refresh(runner)
 
     def before_save_checkpoint(self, runner: Run, checkpoint: dict[str, Any]) -> None:
-        """Restore the weights if a checkpoint is saved while the averages are in the model, up to the next batch."""
+        """Restore the weights if a checkpoint is saved while the averages are in the model, for the time of the save."""
         super().before_save_checkpoint(runner, checkpoint)
-        made_way = self._made_way or (self._average is not None and self._average.is_swapped_in)
+        made_way = self._average is not None and self._average.is_swapped_in
         self._swap_out(runner)
         self._made_way = made_way
 
@@ -382,6 +374,7 @@ class EMAHook(_Follows):
             _refresh(runner)
 
     def _come_back(self, runner: Run) -> None:
+        """Put the averages into the model again, after a save."""
         if self._made_way:
             self._made_way = False
             self._swap_in(runner)
@@ -459,7 +452,7 @@ class _Weight:
 
 
 @HOOKS.register_module()
-class TeacherHook(_Follows):
+class TeacherHook(Follows):
     """Makes one part of the model, the teacher, the moving average of another, the student.
 
     Contrastive learning and self-distillation (MoCo, BYOL, DINO, mean teachers) train a student against such a teacher. It

@@ -20,7 +20,7 @@ from ...core.hugging_face.transformers_private import biased_routers, pretrained
 from ...core.model.module_state import tensor_names
 from ...core.torch_compat.torch_private import has_values, in_backward
 from ...strategies.parts import averaged_over, computed_with, left_out, take_written
-from .hook import Hook
+from .ema import Follows
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -180,7 +180,7 @@ def _is_integer(value: Any) -> bool:
 
 
 @HOOKS.register_module()
-class ExpertBiasHook(Hook):
+class ExpertBiasHook(Follows):
     """Keeps the experts of mixtures equally busy by a bias, which their routers add to the scores when they choose.
 
     After every update that was made the bias of an expert that was chosen less often than the mean of its mixture grows by
@@ -301,15 +301,10 @@ class ExpertBiasHook(Hook):
 
     def before_train_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
         """Begin to count."""
+        super().before_train_iter(runner, batch_idx, data_batch)
         self._run = runner
 
-    def after_train_iter(
-        self,
-        runner: Run,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: Mapping[str, Any] | None = None,
-    ) -> None:
+    def _follow(self, runner: Run) -> None:
         """Move the biases, if an update was made; a window without one counts in the next, as its gradients do."""
         assert self._loads is not None, "before_train makes it"
         self._run = self._counted = None

@@ -27,7 +27,7 @@ from ...core.checkpoint.directory import LATEST
 from ...core.checkpoint.folders import reaching
 from ...core.comm.agreement import raising_together
 from ...core.comm.collectives import all_gather_object, broadcast_object, side_group
-from ..resume.choose_checkpoint import NOTE, new_note, read_note, write_note
+from ..resume.choose_checkpoint import NOTE, Note, new_note, read_note, write_note
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -379,6 +379,11 @@ class FastTier:
     def _take(self, runner: Run, overwrite: bool) -> None:
         ordinary, note = runner.checkpoint_dir, read_note(self.folder)
         held = complete_ones(self.folder)
+        own = read_note(ordinary)
+        if own is not None and own.checkpoints != str(ordinary) and not Path(own.checkpoints).exists():
+            moved = Note(own.run, str(ordinary))  # the work directory has another path now
+            note, own = (moved if note == own else note), moved
+            write_note(ordinary, own)
         if held and (note is None or note.checkpoints != str(ordinary)):
             whose = "no fast tier of a run" if note is None else f"the run in {note.checkpoints}"
             raise ConfigError(
@@ -389,7 +394,6 @@ class FastTier:
                 f"{self._key}: {self.folder} holds {', '.join(path.name for path in held)} of an earlier start of this run, "
                 "which failed; resume=True continues from there, overwrite=True replaces it"
             )
-        own = read_note(ordinary)
         if own is None or runner.iter == 0 or comes_from_elsewhere(runner, ordinary, self.folder):
             own = new_note(ordinary)
             write_note(ordinary, own)

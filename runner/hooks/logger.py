@@ -30,6 +30,7 @@ from ..reporting.log_processor import num_batches, units
 from ..reporting.opening import RunRecord, environment, opening, samples_per_iteration
 from ..reporting.progress import ProgressBar
 from ..reporting.reporter import plain_value
+from ..resume.choose_checkpoint import way_on
 from .checkpoint import CheckpointHook
 from .early_stopping import infer_rule, is_better, worst
 from .hook import Hook, refuse
@@ -94,14 +95,10 @@ class ClosingSummary:
         return time.monotonic() - self._validates_since
 
     def table(self, ending: str = "") -> Table:
-        """Return the table of a run that is over.
-
-        Args:
-            ending: what has ended it early; empty: nothing has.
-        """
+        """Return the table of a run that is over; ``ending`` is what has ended it early, empty: nothing has."""
         runner = self._runner
         rows = [("ended", ending or self._own_end())]
-        rows += [("to go on", self._way_on())] if ending else []
+        rows += [("to go on", way_on(runner))] if ending else []
         rows += [("time", self._times())]
         rows += [("starts", text)] if (text := _starts(runner)) else []
         log = Path(runner.log_dir) / f"{runner.timestamp}.log"
@@ -124,13 +121,6 @@ class ClosingSummary:
         if not self._runner.train_loop.stop_training:
             return "as configured"
         return f"early{self._position()}, a hook has set train_loop.stop_training"
-
-    def _way_on(self) -> str:
-        try:
-            newest = find_latest(self._runner.checkpoint_dir)
-        except (CheckpointError, OSError) as error:
-            return one_line(error)
-        return f"resume=True continues from {newest}" if newest else "no checkpoint was saved yet"
 
     def _times(self) -> str:
         times = self.times()

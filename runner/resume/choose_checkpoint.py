@@ -25,6 +25,7 @@ from ...core.checkpoint import (
 )
 from ...core.checkpoint.directory import ANOTHER_NAME, LATEST, write_file
 from ...core.checkpoint.folders import is_local, reaching
+from ...core.checkpoint.untrusted import one_line
 from ...core.comm.agreement import raising_together, told_by_rank_0
 from ...core.comm.collectives import broadcast_object
 from ..options import Resume
@@ -79,8 +80,8 @@ def write_note(folder: Path, note: Note) -> None:
     write_file(folder / NOTE, json.dumps(vars(note)).encode())
 
 
-def newest_fast(run: Run) -> tuple[Path | None, int, str]:
-    """The newest checkpoint of the fast tier that the run can resume, its iteration, and why it has none, if so."""
+def newest_fast(run: Run, without: Path | None = None) -> tuple[Path | None, int, str]:
+    """The newest checkpoint of the fast tier but this that the run can resume, its iteration, and why it has none, if so."""
     folder = run.fast_checkpoint_dir
     if folder is None:
         return None, -1, ""
@@ -91,6 +92,8 @@ def newest_fast(run: Run) -> tuple[Path | None, int, str]:
     if note is None or note != read_note(run.checkpoint_dir):
         return None, -1, f"the fast tier {folder} holds checkpoints of another run"
     for path, iteration in reversed(held.items()):
+        if path == without:
+            continue
         try:
             checkpoint = Checkpoint.open(path)
         except CheckpointError:  # damaged: an older one may be whole
@@ -100,19 +103,19 @@ def newest_fast(run: Run) -> tuple[Path | None, int, str]:
     return None, -1, f"the fast tier {folder} holds no checkpoint that can be resumed"
 
 
-def find_source(run: Run) -> tuple[str | Path | None, Resume | None]:
+def find_source(run: Run, without: Path | None = None) -> tuple[str | Path | None, Resume | None]:
     """Return the checkpoint or file to start from, and the pieces to resume; None as pieces: only load its weights.
 
     With ``resume=True``, ``load_from`` is the checkpoint to resume. If it is a file of weights it is what the first start begins
-    with, and what later ones take parameters from that checkpoints leave out.
+    with, and what later ones take parameters from that checkpoints leave out. ``without``: one of the fast tier to pass over.
     """
     resumed, load_from = run.options.resume_options, run.options.load_from
     if resumed is None:
         return load_from, None
     if resumed.path is None and load_from is not None and _is_only_weights(load_from):
-        found = newest_checkpoint(run)
+        found = newest_checkpoint(run, without)
         return (load_from, None) if found is None else (found, resumed)
-    start = resumed.path or load_from or newest_checkpoint(run)
+    start = resumed.path or load_from or newest_checkpoint(run, without)
     if start is None and (other := told_by_rank_0(lambda: _of_mmengine(as_path(run.checkpoint_dir)))) is not None:
         raise not_resumable(other)
     return start, resumed
@@ -138,21 +141,21 @@ def _is_only_weights(path: str | Path) -> bool:
     return is_local(found) and told_by_rank_0(lambda: found.exists() and not is_checkpoint(found))
 
 
-def find_start(run: Run) -> tuple[str | Path | None, Resume | None]:
+def find_start(run: Run, without: Path | None = None) -> tuple[str | Path | None, Resume | None]:
     """Return what training starts from; after a restart by `flextrain run` the newest checkpoint of this job, if it has one.
 
-    Other checkpoints in the folder may be of an older run, which the script does not go on with.
+    Other checkpoints in the folder may be of an older run, which the script does not go on with. See ``find_source``.
     """
     if not restarts():
-        return find_source(run)
-    found = newest_checkpoint(run)
+        return find_source(run, without)
+    found = newest_checkpoint(run, without)
     with raising_together():  # only rank 0 looks
         is_own = found is not None and run.rank == 0 and _job_of(found) == job()
     if not broadcast_object(is_own):
         run.logger.info(
             f"Restart {restarts()} ({RESTARTS}): this job has saved no checkpoint yet, it starts as the script says"
         )
-        return find_source(run)
+        return find_source(run, without)
     run.logger.info(f"Restart {restarts()} ({RESTARTS}): resumes this job's newest checkpoint, {found}")
     return found, Resume()
 
@@ -163,7 +166,7 @@ def _job_of(path: Path) -> object:
     return meta.get("job") if isinstance(meta, dict) else None
 
 
-def newest_checkpoint(run: Run) -> Path | None:
+def newest_checkpoint(run: Run, without: Path | None = None) -> Path | None:
     """Return rank 0's newest checkpoint of both tiers; other machines' view of a shared folder may be seconds old."""
     found, wrong, marked, why = None, None, [], ""
     folder = run.checkpoint_dir
@@ -171,7 +174,7 @@ def newest_checkpoint(run: Run) -> Path | None:
         # An error that rank 0 kept to itself would leave the others waiting for its message.
         try:
             with reaching(folder):
-                found, why = newest_of_both_tiers(run)
+                found, why = newest_of_both_tiers(run, without)
                 marked = passed_over(folder, found)
         except CheckpointError as error:
             wrong = str(error)
@@ -191,11 +194,27 @@ def newest_checkpoint(run: Run) -> Path | None:
     return as_path(name) if name else None
 
 
-def newest_of_both_tiers(run: Run) -> tuple[Path | None, str]:
-    """The checkpoint that ``resume=True`` continues from, and one line why it is this one; empty without a fast tier."""
-    fast, iteration, why_not = newest_fast(run)
+def way_on(run: Run) -> str:
+    """What ``resume=True`` would do now, for the log."""
+    folder = run.checkpoint_dir
     try:
-        ordinary = _latest_or_newest(run)
+        with reaching(folder):
+            found = newest_of_both_tiers(run, tells=False)[0]
+            others = [] if found is not None else list(complete_ones(folder))
+    except (CheckpointError, OSError) as error:
+        return one_line(error)
+    if found is not None:
+        return f"resume=True continues from {found.name if found.parent == folder else found}"
+    if others:
+        return f"resume=True begins anew, {others[-1].name} holds NaN or infinity, or no optimizer"
+    return "no checkpoint was saved yet"
+
+
+def newest_of_both_tiers(run: Run, without: Path | None = None, tells: bool = True) -> tuple[Path | None, str]:
+    """The checkpoint that ``resume=True`` continues from, and one line why it is this one; empty without a fast tier."""
+    fast, iteration, why_not = newest_fast(run, without)
+    try:
+        ordinary = _latest_or_newest(run, tells)
         reached = -1 if ordinary is None else iteration_of(ordinary)
     except CheckpointError as error:
         if fast is None:
@@ -233,7 +252,7 @@ def _of_mmengine(folder: Path) -> Path | None:
 _SAVED = re.compile(r"(epoch|iter)_(\d{1,12})\.pth")
 
 
-def _latest_or_newest(run: Run) -> Path | None:
+def _latest_or_newest(run: Run, tells: bool) -> Path | None:
     """Return the checkpoint that ``latest`` names; if that is gone, the newest complete one that can be resumed."""
     folder = run.checkpoint_dir
     wrong: CheckpointError | None = None
@@ -249,7 +268,7 @@ def _latest_or_newest(run: Run) -> Path | None:
     instead = newest_complete(folder, lambda checkpoint: RESUMED in checkpoint.values and not checkpoint.nonfinite)
     if instead is None and wrong is not None:
         raise wrong
-    if instead is not None:
+    if instead is not None and tells:
         reason = f"{folder / LATEST}: is missing" if wrong is None else str(wrong).removesuffix(ANOTHER_NAME)
         run.logger.warning(f"{reason}; {instead.name} is resumed, the newest complete checkpoint there")
     return instead

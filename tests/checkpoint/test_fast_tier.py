@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flextrain import FlexibleRunner
-from flextrain.core.base.errors import ConfigError, StorageError
+from flextrain.core.base.errors import CheckpointError, ConfigError, StorageError
 from flextrain.core.checkpoint import is_checkpoint
 from flextrain.core.checkpoint import save as save_module
 from flextrain.runner.hooks import CheckpointHook
@@ -113,6 +113,21 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path, fast: Path, damage: str) -
     again = resumed(tmp_path / "run", fast)
     assert again.train_loop.start_iter == 7
     assert f"the fast tier {fast} holds no checkpoint that can be resumed" in log_of(again)
+
+
+def test_one_whose_weights_are_damaged_is_passed_over_unless_it_is_named(tmp_path: Path, fast: Path) -> None:
+    """What the first attempt had restored leaves no trace."""
+    whole = make_runner(tmp_path / "whole", train_cfg=EPOCHS)
+    whole.train()
+    stopped(tmp_path / "run", 13, fast)
+    file = fast / "iter_12" / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        resumed(tmp_path / "run", fast, resume=str(fast / "iter_12"))
+    again = resumed(tmp_path / "run", fast)
+    assert again.train_loop.start_iter == 7
+    assert f"; {tmp_path}/run/iter_7 is resumed in its place\n" in log_of(again)
+    assert not differences(whole_state(again), whole_state(whole))
 
 
 def test_the_one_before_stays_until_the_next_is_complete(
@@ -264,6 +279,17 @@ def test_a_future_that_was_given_up_is_not_resumed(tmp_path: Path, fast: Path) -
     stopped(tmp_path / "run", 8, fast, resume=str(tmp_path / "run" / "iter_7"))
     assert held(fast) == ["iter_8"]
     assert resumed(tmp_path / "run", fast).train_loop.start_iter == 8
+
+
+def test_a_work_directory_on_another_path_keeps_it(tmp_path: Path, fast: Path) -> None:
+    """A copy of it, beside the run that it was made of, does not get it."""
+    stopped(tmp_path / "run", 13, fast)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    with pytest.raises(ConfigError, match=f"of the run in {tmp_path}/run; give every run a folder of its own"):
+        resumed(tmp_path / "copy", fast)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    stopped(tmp_path / "moved", 17, fast, resume=True)
+    assert resumed(tmp_path / "moved", fast).train_loop.start_iter == 16
 
 
 def test_two_runs_at_once(tmp_path: Path, fast: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -177,21 +179,38 @@ def test_save_optimizer_and_save_param_scheduler(tmp_path: Path) -> None:
 
 def test_latest_moves_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever happens before it moves, the one before is what it names, and that is complete."""
-    mark = directory.mark_latest
+    becoming = directory.becoming_latest
 
-    def fails(path: Path) -> None:
-        assert is_checkpoint(path), "named before it was complete"
-        if path.name == "epoch_2":
-            raise Stop
-        mark(path)
+    @contextmanager
+    def fails(path: Path) -> Iterator[None]:
+        with becoming(path):
+            yield
+            assert is_checkpoint(path), "named before it was complete"
+            if path.name == "epoch_2":
+                raise Stop
 
-    monkeypatch.setattr(directory, "mark_latest", fails)
+    monkeypatch.setattr(directory, "becoming_latest", fails)
     with pytest.raises(CheckpointError, match="epoch_2: could not be saved on rank 0: Stop"):
         train(tmp_path)
     assert is_checkpoint(tmp_path / "epoch_2")
     latest = find_latest(tmp_path)
     assert latest is not None
     assert latest.name == "epoch_1"
+
+
+def test_a_disk_without_room_for_latest_fails_the_whole_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A complete checkpoint beside an error would be counted by nobody."""
+    write = directory.write_file
+
+    def fails(path: Path, *args: Any) -> Any:
+        if path.name.startswith(".latest") and (tmp_path / "latest").exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, *args)
+
+    monkeypatch.setattr(directory, "write_file", fails)
+    with pytest.raises(CheckpointError, match=r"epoch_2: could not be saved on rank 0: .*No space left"):
+        train(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*epoch*")) == ["epoch_1"]
 
 
 def test_the_best_is_not_the_latest(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -105,6 +106,28 @@ def test_the_end_of_training_waits_and_raises(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(CheckpointError, match="epoch_4: could not be saved"):
         make_runner(tmp_path, train_cfg=EPOCHS, default_hooks=hooks(async_save=True)).train()
     assert find_latest(tmp_path) == tmp_path / "epoch_3"
+
+
+@pytest.mark.parametrize("call", ["train", "close"])
+def test_ctrl_c_in_the_wait_for_it_leaves_the_checkpoint_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    names = slow(1.0, monkeypatch)
+    own = hooks(async_save=True) if call == "train" else dict(checkpoint=None)
+    runner = make_runner(tmp_path, train_cfg=dict(max_epochs=1), default_hooks=own)
+
+    def interrupt() -> None:
+        wait_until(lambda: bool(names))
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    if call == "close":
+        runner.train()
+        runner.save_checkpoint(tmp_path, "epoch_1", async_save=True)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(runner, call)()
+    assert is_checkpoint(tmp_path / "epoch_1")
 
 
 def test_an_exception_in_training_leaves_the_checkpoint_complete(

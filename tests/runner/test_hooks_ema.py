@@ -188,7 +188,10 @@ def test_who_saves_while_validation_runs_saves_the_models_own_weights(runner: An
     assert stage.weight == 3.0
 
 
-def test_the_averages_are_back_after_such_a_save(new_run: Callable[..., FlexibleRunner], tmp_path: Path) -> None:
+@pytest.mark.parametrize("point", ["before_val_iter", "after_val_iter"])
+def test_the_averages_are_back_after_such_a_save(
+    new_run: Callable[..., FlexibleRunner], tmp_path: Path, point: str
+) -> None:
     """The rest of the validation is of the same weights as its beginning; training has its own again."""
     follow = Follow(momentum=0.1)
     plain = new_run()
@@ -198,7 +201,7 @@ def test_the_averages_are_back_after_such_a_save(new_run: Callable[..., Flexible
         if batch_idx == 0:
             runner.save_checkpoint(tmp_path, "in_validation")
 
-    run = new_run(custom_hooks=[EMAHook(momentum=0.1), follow, At("after_val_iter", save)])
+    run = new_run(custom_hooks=[EMAHook(momentum=0.1), follow, At(point, save)])
     run.train()
     assert follow.same == [True] * 30
     assert all(map(torch.equal, plain.strategy.module.parameters(), run.strategy.module.parameters()))

@@ -14,6 +14,7 @@ from torch.nn import functional
 from flextrain import ConfigError, OptimWrapper, StrategyError
 from flextrain.core.checkpoint import Checkpoint
 from flextrain.core.hugging_face.transformers_private import biased_routers
+from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
 
 from ..mesh.models import MATRICES, VOCABULARY, Plain
@@ -239,6 +240,23 @@ def test_a_run_goes_on_on_another_layout(tmp_path: Path, workers2: WorkerGroup) 
     assert saved.tolist() == whole[1][2]["layers.1.router.expert_bias"]
     loads, biases = saving(tmp_path / "again", None, 2, resume=str(tmp_path / "first" / "epoch_1"))
     assert (loads, biases) == (whole[0][3:], whole[1][3:])
+
+
+class Saves(Hook):
+    """Before the hooks with a lower priority follow an update."""
+
+    priority = "HIGH"
+
+    def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        if runner.iter == 2:
+            runner.save_checkpoint(runner.work_dir, "early")
+
+
+def test_what_is_saved_before_its_turn_has_the_move_too(tmp_path: Path) -> None:
+    both = [dict(type="ExpertBiasHook", update_speed=0.05), Saves()]
+    whole = trained(tmp_path / "whole", custom_hooks=both)
+    found = trained(tmp_path / "again", resume=str(tmp_path / "whole" / "early"))
+    assert (found[0], found[1]) == (whole[0][3:], whole[1][3:])
 
 
 # Several processes

@@ -20,7 +20,7 @@ from flextrain.core.checkpoint.directory import keep_finite
 
 from .conftest import Scores
 from .nonfinite import Poison, saved, train_badly, warnings_in
-from .training import At, Net, make_runner, validation
+from .training import At, Net, Stop, StopAt, make_runner, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -164,7 +164,9 @@ def test_files_under_the_name_of_the_finite_one_are_not_deleted(tmp_path: Path) 
 
 
 def test_none_to_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train_badly(by_iter(tmp_path, Poison(1), iters=2))
+    with pytest.raises(Stop):
+        by_iter(tmp_path, Poison(1), StopAt(3), iters=4, log_level="INFO").train()
+    assert "; resume=True begins anew, iter_2 holds NaN or infinity, or no optimizer\n" in caplog.text
     caplog.clear()
     train_badly(by_iter(tmp_path, iters=2, resume=True, log_level="INFO"))
     assert "iter_2 in" in caplog.text

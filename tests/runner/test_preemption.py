@@ -379,6 +379,21 @@ def test_processes_at_different_updates_do_not_save(tmp_path: Path, workers2: Wo
     assert (event["iter"], event["end"], event["by"]) == (first, said, "enough")
 
 
+def end_in_the_last_update(folder: Path) -> str:
+    asks = At(8, lambda: runner.request_stop("enough"))
+    runner = run(folder, *([asks] if dist_rank() == 1 else []), train_cfg=dict(by_epoch=False, max_iters=8))
+    end = ended(runner)
+    runner.train()  # a program that goes on has nothing left to do
+    runner.strategy.leave()
+    return end.saved
+
+
+@pytest.mark.distributed
+def test_a_request_in_the_last_update_is_heard_by_all(tmp_path: Path, workers2: WorkerGroup) -> None:
+    """It comes too late for the threads that look for it."""
+    assert workers2.run(end_in_the_last_update, tmp_path) == ["training was complete"] * 2
+
+
 def end_apart(folder: Path, way: str) -> str:
     """A signal to a process that cannot ask the others any more; what ends it must not be waited for by them."""
     runner = run(folder, env_cfg=dict(preemption=dict(max_time="slurm")))

@@ -153,10 +153,7 @@ def test_a_failure_ends_with_a_table_that_says_how_to_go_on(tmp_path: Path) -> N
     with pytest.raises(RuntimeError, match="a lamp fell"):
         run.train()
     log = log_of(run)
-    assert (
-        f"  ended        RuntimeError: a lamp fell\n  to go on     resume=True continues from {tmp_path}/epoch_1\n"
-        in log
-    )
+    assert "  ended        RuntimeError: a lamp fell\n  to go on     resume=True continues from epoch_1\n" in log
     record = json.loads(Path(run.log_dir, "vis_data/run.json").read_text())
     assert (record["end"]["ended"], record["end"]["iter"]) == ("RuntimeError: a lamp fell", 12)
 
