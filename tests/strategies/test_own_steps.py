@@ -275,7 +275,7 @@ def test_an_update_within_a_window_is_refused(
         ),
         ("ddp", HooksForOneBackward, "model.net.0.weight: has a gradient hook that was registered after set-up"),
         ("fsdp", HooksForOneBackward, "model.net.0.weight: has a gradient hook that was registered after set-up"),
-        ("fsdp", HooksAfterForward, "model.net.0.weight: has a gradient hook that was registered after set-up"),
+        ("whole", HooksAfterForward, "model.net.0.weight: has a gradient hook that was registered after set-up"),
     ],
 )
 def test_gradients_of_one_process_are_refused(
