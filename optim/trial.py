@@ -243,8 +243,11 @@ def why_not_saved(optimizer: Optimizer) -> str | None:
     if zeros is None:
         return None
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    is_large = any(part.numel() >= _LEAST_QUANTISED for parameter in parameters for part in parts_of(parameter))
-    if not is_large or not is_quantised(zeros(torch.zeros(_LEAST_QUANTISED), True, optimizer.block_size)):  # type: ignore[attr-defined]
+    sizes = [part.numel() for parameter in parameters for part in parts_of(parameter)]
+    block: float = optimizer.block_size  # type: ignore[attr-defined]  # infinite for one that quantises nothing
+    if not any(size >= _LEAST_QUANTISED and size % block == 0 for size in sizes):
+        return None
+    if not is_quantised(zeros(torch.zeros(_LEAST_QUANTISED), True, block)):
         return None
     return 'keeps quantised moments of large parameters, which no checkpoint has; choose "AdamW"'
 

@@ -145,15 +145,18 @@ class Checkpoints:
         """See ``FlexibleRunner.export_hugging_face``."""
         from ..core.checkpoint import export_hugging_face
         from ..core.checkpoint.export.files import local_folder
+        from .loops.evaluate import tell_training_mode
 
         check_call(export_hugging_face, options, "export_hugging_face", ("checkpoint", "folder", "config", "averaged"))
         meet(self._run.strategy, "export_hugging_face()")
         self._parts.set_up()
         self.start_evaluation()
+        tell_training_mode(self._run, "call its eval() before export_hugging_face(), and train() after it")
         return export_model(self._run, local_folder(folder), options)
 
     def publish(self, target: Target, dtype: str | torch.dtype | None) -> Any:
         """See ``FlexibleRunner.publish``."""
+        from .loops.evaluate import tell_training_mode
         from .resume.publish import check_dtype, check_target, publish
 
         check_target(target)
@@ -161,6 +164,7 @@ class Checkpoints:
         meet(self._run.strategy, "publish()")
         self._parts.set_up()
         self.start_evaluation()
+        tell_training_mode(self._run, "call its eval() before publish(), and train() after it")
         return publish(self._run, target, kind)
 
     def _load_left_out(self, path: str | Path) -> None:

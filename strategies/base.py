@@ -407,7 +407,9 @@ class Strategy:
         self._puts_off_sync = type(self).grad_sync is not Strategy.grad_sync or bool(overridden(self, "grad_sync"))
         self._check_precision()
         if optim is not None:
-            noted.unchanged = AsAtSetup(lambda: self.module, self._arranged(), optim)
+            unchanged = noted.unchanged = AsAtSetup(lambda: self.module, self._arranged(), optim)
+            for wrapper in optim.wrappers.values() if overrides(model, "train_step") else ():  # which may remove hooks
+                wrapper.register_backward_pre_hook(lambda _: unchanged.check_hooks(model.named_parameters()))
             check_savable(self.module, left_out(self))
             noted.at_setup = tensor_names(self.module)
         if several:

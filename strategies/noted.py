@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -330,6 +330,17 @@ class AsAtSetup:
         ):
             self._check_states()
 
+    def check_hooks(self, parameters: Iterable[tuple[str, nn.Parameter]] = ()) -> None:
+        """Raise StrategyError if a parameter has a new gradient hook, also one that stands now for a parameter of set-up."""
+        if not self._arranged.hooked:
+            return
+        known = {id(parameter): hooks for _, parameter, _, hooks in self._at_setup}
+        for name, parameter in chain(self._named, parameters):
+            if gradient_hooks(parameter) > known.get(id(parameter), 0):
+                raise StrategyError(
+                    f"model.{name}: has a gradient hook that was registered after set-up, {self._arranged.hooked}"
+                )
+
     def _check_parameters(self) -> None:
         now = dict(self._module().named_parameters())
         if gone := self._trained - set(map(id, now.values())):
@@ -363,7 +374,7 @@ class AsAtSetup:
 
     def _check_states(self) -> None:
         optimized = {id(p) for group in self._optim.param_groups for p in group["params"]}
-        for name, parameter, was_trained, hooks in self._at_setup:
+        for name, parameter, was_trained, _ in self._at_setup:
             if parameter.requires_grad is not was_trained and (why := self._why_not(was_trained)):
                 states = "is frozen now and was trainable" if was_trained else "is trainable now and was frozen"
                 raise StrategyError(
@@ -375,10 +386,7 @@ class AsAtSetup:
                     f"model: {name} is trainable now, and no optimizer has it: it was frozen when training was set up, and left out of "
                     "every group of optim_wrapper; put it into one, or thaw it before the runner is made"
                 )
-            if gradient_hooks(parameter) > hooks and self._arranged.hooked:
-                raise StrategyError(
-                    f"model.{name}: has a gradient hook that was registered after set-up, {self._arranged.hooked}"
-                )
+        self.check_hooks()
         self._note_states()
 
     def _why_not(self, was_trained: bool) -> str:

@@ -543,6 +543,43 @@ def _call_before(first: Callable[[], None], second: Callable[..., None], *args: 
     second(*args)
 
 
+class KeptForDerivatives:
+    """Keeps an FSDP unit gathered after a backward with ``create_graph=True``, since the graph that it made needs the parameters. 2.6, 2.15."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        self._unit, self._has_reduced = unit, False
+        self._kept: dict[int, bool] = {}  # what its groups did before
+        for group in _groups(unit):
+            group.pre_backward = partial(self._gather, group, group.pre_backward)
+            group.post_backward = partial(self._reduce, group, group.post_backward)
+
+    def _gather(self, group: Any, gather: Callable[..., None], *unused: Any) -> None:
+        if torch.is_grad_enabled():
+            self._kept.setdefault(id(group), group.reshard_after_backward)
+            group.reshard_after_backward = False
+        elif id(group) in self._kept:
+            group.reshard_after_backward = self._kept.pop(id(group))
+            self._has_reduced = False
+        gather(*unused)
+
+    def _reduce(self, group: Any, reduce: Callable[..., None], *unused: Any) -> None:
+        self._has_reduced |= bool(self._kept) and group._training_state.name == "IDLE"  # nobody has called begin()
+        reduce(*unused)
+
+    def begin(self) -> None:
+        """Begin another backward; FSDP does not know of one that comes to that graph only."""
+        if self._kept and is_gathered(self._unit):
+            cast(Any, self._unit)._get_fsdp_state()._pre_backward(None)
+
+    def has_gradients(self) -> bool:
+        """Whether there are gradients of a backward that FSDP does not know of."""
+        groups = _groups(self._unit) if self._kept and is_gathered(self._unit) else ()
+        return bool(groups) and (
+            self._has_reduced
+            or any(each.unsharded_param.grad is not None for group in groups for each in group.fsdp_params)
+        )
+
+
 def is_gathered(unit: nn.Module) -> bool:
     """Whether an FSDP unit is gathered, or will be without another message. 2.6, 2.15."""
     return all(group.is_unsharded or group._all_gather_result is not None for group in _groups(unit))

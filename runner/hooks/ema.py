@@ -387,13 +387,16 @@ class EMAHook(Follows):
 
 
 def _averaged(runner: Run, with_buffers: bool) -> dict[str, Tensor]:
-    """Return the live tensors to average, by canonical name; quantised ones are frozen, and numbers that nobody averages."""
+    """Return the live tensors to average, by canonical name.
+
+    Those that checkpoints leave out are frozen for good; so are quantised ones, which are numbers that nobody averages.
+    """
     strategy = runner.strategy
-    left_out = set() if with_buffers else {name for name, _ in strategy.module.named_buffers()}
+    others = left_out(strategy) | (set() if with_buffers else {name for name, _ in strategy.module.named_buffers()})
     return {
         name: tensor
         for name, tensor in strategy.model_state().items()
-        if (tensor.is_floating_point() or tensor.is_complex()) and name not in left_out and not is_quantised(tensor)
+        if (tensor.is_floating_point() or tensor.is_complex()) and name not in others and not is_quantised(tensor)
     }
 
 

@@ -246,16 +246,8 @@ class EvalLoop(BaseLoop):
 
     def _check_weights(self) -> None:
         """Warn once if the optimizer would swap other weights in for an evaluation, and nobody has asked it to."""
-        optim = self._runner.optim_wrapper
-        for wrapper in optim.wrappers.values() if optim is not None and not self._has_told else ():
-            if not wrapper.is_built or not swaps_weights(wrapper.optimizer):
-                continue
-            if any(group.get("train_mode") for group in wrapper.param_groups):
-                self._has_told = True
-                self._runner.logger.warning(
-                    f"{wrapper.where}.optimizer: {type(wrapper.optimizer).__name__} is in training mode, in which the weights are not those to "
-                    f"evaluate; call its eval() in before_{self.mode}_epoch of a hook, and train() in after_{self.mode}_epoch"
-                )
+        advice = f"call its eval() in before_{self.mode}_epoch of a hook, and train() in after_{self.mode}_epoch"
+        self._has_told = self._has_told or tell_training_mode(self._runner, advice)
 
     def _evaluate_all(self) -> dict[str, Any]:
         idx = -1
@@ -361,3 +353,16 @@ class TestLoop(EvalLoop):
     """Tests; see EvalLoop."""
 
     mode = "test"
+
+
+def tell_training_mode(run: Run, advice: str) -> bool:
+    """Warn if an optimizer has other weights to evaluate than the model has now, see ``swaps_weights``; return whether one has."""
+    for wrapper in run.optim_wrapper.wrappers.values() if run.optim_wrapper is not None else ():
+        is_swapping = wrapper.is_built and swaps_weights(wrapper.optimizer)
+        if is_swapping and any(group.get("train_mode") for group in wrapper.param_groups):
+            run.logger.warning(
+                f"{wrapper.where}.optimizer: {type(wrapper.optimizer).__name__} is in training mode, in which the weights are not those to "
+                f"evaluate; {advice}"
+            )
+            return True
+    return False

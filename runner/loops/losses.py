@@ -188,7 +188,7 @@ class Weighing:
 class UnequalMeans:
     """Warns once if batches of a model without ``loss_weight`` have different numbers of labels that count.
 
-    Such a model gives a mean over each batch, so that the labels of a short batch count more. The first updates are
+    Such a model gives a mean over each batch, so that the labels of a short batch count more. So does a ``train_step``, as a rule. The first updates are
     looked at, and only labels of tokens on the CPU; no communication.
 
     Args:
@@ -208,7 +208,7 @@ class UnequalMeans:
         """
         is_single = len(window) == 1 and self._shards == 1
         # None says that the model means it so.
-        if is_single or stepper.custom_train or hasattr(stepper.module, "loss_weight"):
+        if is_single or hasattr(stepper.module, "loss_weight"):
             return False
         for batch in window:
             labels = batch.get("labels") if isinstance(batch, Mapping) else None
@@ -218,9 +218,14 @@ class UnequalMeans:
         if len(self._seen) > 1:
             if dist.is_main():
                 few, many = min(self._seen), max(self._seen)
+                why = "because the loss is a mean over each; define loss_weight(data) in the model, and each label counts the same"
+                if stepper.custom_train:
+                    why = (
+                        "unless train_step weighs them, which it would have to do by those of all processes and micro-batches: leave it out, "
+                        "define loss_weight(data), and each label counts the same; or set model.loss_weight = None"
+                    )
                 logger.warning(
-                    f"model: micro-batches with {few} and {many} labels that count have the same weight, because the loss is a "
-                    "mean over each; define loss_weight(data) in the model, and each label counts the same"
+                    f"model: micro-batches with {few} and {many} labels that count have the same weight, {why}"
                 )
             return False
         self._left -= 1

@@ -455,7 +455,8 @@ class Stepper:
         if self._reuses_outputs:
             values = {name: value.clone() for name, value in values.items()}
         if "loss" not in values and (parts := [value for name, value in values.items() if "loss" in name]):
-            values["loss"] = torch.stack([part.to(self.strategy.device).float() for part in parts]).sum()
+            parts = [part.to(self.strategy.device) for part in parts]
+            values["loss"] = sum(part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts)  # type: ignore[assignment]
         return values
 
     def merge_with(self, model: BaseTTAModel | None) -> None:

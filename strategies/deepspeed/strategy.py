@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -43,6 +44,7 @@ from ..parts import (
     state_memory,
     take_written,
 )
+from ..parts.advice import explain_dtypes
 from ..recomputation import compile_in_place
 from ..sharding import check_dense, check_real, check_tables, make_contiguous
 from ..without_memory import ModelWithoutMemory
@@ -604,7 +606,9 @@ def _(strategy: DeepSpeedStrategy, error: BaseException) -> str | None:
             "something computes with parameters that DeepSpeed has freed outside of the modules that have them, as a sum over "
             'model.parameters() in the loss does: choose stage 1 or 2, or strategy="fsdp"'
         )
-    return explain.dispatch(Strategy)(strategy, error)
+    if re.search(r"vmap over \w+, but|implement the jvp function", str(error)):
+        return 'stage 3 computes layers by functions of its own, which torch.func does not look into (jvp, vmap): choose stage 1 or 2, or strategy="fsdp"'
+    return explain.dispatch(Strategy)(strategy, error) or explain_dtypes(error, strategy._request.dtype)
 
 
 @cannot_repeat.register(DeepSpeedStrategy)

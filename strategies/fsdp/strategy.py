@@ -28,6 +28,7 @@ from ...core.comm.topology import DataShard
 from ...core.device.precision import PrecisionReport
 from ...core.model.base_model import calls_itself
 from ...core.torch_compat.dtensor_private import (
+    KeptForDerivatives,
     chunks_on_demand,
     fill_gradients,
     reset_after_error,
@@ -53,6 +54,7 @@ from ..gradient_hooks import OwnMeans, StepsInTime, draw_alike
 from ..lost_writes import Replaced, watch_forward
 from ..noted import Arranged, is_subclass
 from ..parts import choices, construct, explain, prepare_whole
+from ..parts.advice import explain_dtypes
 from ..parts.model_state import await_values
 from ..recomputation import compile_in_place
 from ..sharding import ShardedOptimizers, check_dense, check_real, check_tables, has_shards, make_contiguous
@@ -278,6 +280,7 @@ class FSDPStrategy(Strategy):
         self._whole: set[nn.Parameter] = set()  # on every process, with nothing to shard or as users made them
         self._roots: list[FSDPModule] = []
         self._unsettled: list[FSDPModule] = []  # roots that may not have computed yet
+        self._kept: list[KeptForDerivatives] = []
         self._sharded: ShardedOptimizers | None = None
         self._noting = NotingErrors()
         self._used: UsedParameters | None = None
@@ -325,11 +328,13 @@ class FSDPStrategy(Strategy):
         for wrapper, updated in zip(wrappers, own_of, strict=True):
             assert self._sharded is not None
             self._sharded.check(wrapper)
+            wrapper.register_backward_pre_hook(self._begin_backward)
             if self._averaged_over().count > 1:
                 refuse_added(wrapper, self.module)
                 draw_alike(self, wrapper, self._averaged_over())
                 if calls_itself(self.module) and not self.config.reduces_always:
                     self._gradient_hooks.append(StepsInTime(wrapper))
+            wrapper.register_step_pre_hook(self._check_kept)
             if self._used is not None:
                 self._used.register(wrapper)
             if self._float8 is not None:
@@ -438,6 +443,7 @@ class FSDPStrategy(Strategy):
         names = {id(module): name for name, module in model.named_modules()}
         for unit in (*self._units, *roots):
             settle_unit(unit)
+            self._kept.append(KeptForDerivatives(unit))
             watch_forward(unit, parameters_of(unit, names), _GATHERED, is_compiled=bool(self.config.compile))
         self._gather_float8(roots)
         if (data := self._averaged_over()).count > 1:
@@ -639,6 +645,21 @@ class FSDPStrategy(Strategy):
         if self._float8 is not None:
             self._float8.forget()
 
+    def _begin_backward(self, loss: Tensor) -> None:
+        if loss.requires_grad and self._kept:
+            loss.register_hook(self._go_on)  # type: ignore[no-untyped-call]
+
+    def _go_on(self, _: Tensor) -> None:
+        for kept in self._kept:
+            kept.begin()
+
+    def _check_kept(self, optim: OptimWrapper) -> None:
+        if any(kept.has_gradients() for kept in self._kept):
+            raise StrategyError(
+                "model: train_step computes gradients of gradients (create_graph=True) past optim_wrapper, which FSDP would not average; "
+                "call optim_wrapper.backward(loss) or update_params(loss)"
+            )
+
     def abort_update(self) -> None:
         """See Strategy."""
         if self._roots:
@@ -676,7 +697,7 @@ class FSDPStrategy(Strategy):
     def leave(self) -> None:
         """See Strategy."""
         super().leave()
-        self._units, self._roots, self._unsettled, self._used, self._float8 = [], [], [], None, None
+        self._units, self._roots, self._unsettled, self._kept, self._used, self._float8 = [], [], [], [], None, None
 
 
 @construct.register(FSDPStrategy)
@@ -724,9 +745,9 @@ def _(strategy: FSDPStrategy, error: BaseException) -> str | None:
         )
     if "setStorage" in str(error) and "out of bounds" in str(error):
         return (
-            "something computes with parameters that FSDP has freed after their unit's forward or backward, such as "
-            'torch.autograd.grad: within forward, give strategy.wrap="model", or strategy.reshard_after_forward=False; in a '
-            "train_step, let one call of the whole model, self(...), compute such a loss, or choose DDPStrategy"
+            "something computes with parameters that FSDP has freed after their unit's forward or backward: give "
+            'strategy.wrap="model", or strategy.reshard_after_forward=False; in a train_step, let one call of the whole model, '
+            "self(...), compute such a loss, or choose DDPStrategy"
         )
     if "sparse" in str(error):
         return (
@@ -742,7 +763,8 @@ def _(strategy: FSDPStrategy, error: BaseException) -> str | None:
             "a sharded model cannot be copied (copy.deepcopy, torch's AveragedModel): EMAHook keeps averages for validation, and a copy that "
             "trains with the model is made in its __init__"
         )
-    return None
+    mixed = strategy.config.mixed_precision
+    return None if mixed is None else explain_dtypes(error, mixed.dtype("param_dtype"))
 
 
 def _free(units: Iterable[FSDPModule]) -> None:

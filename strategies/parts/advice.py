@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import singledispatch
 from typing import Any
+
+import torch
 
 from ...core.base.errors import StrategyError
 from ...core.model.module_state import keepers
@@ -21,6 +24,19 @@ def explain(strategy: Strategy, error: BaseException) -> str | None:
     except StrategyError as changed:
         return str(changed)
     return None
+
+
+_DTYPES = re.compile(r"same dtype|scalar type|mixed dtype")
+
+
+def explain_dtypes(error: BaseException, dtype: torch.dtype | None) -> str | None:
+    """Return what to do about an error of dtypes where the model computes with parameters of ``dtype``; None if it is none."""
+    if dtype not in (torch.bfloat16, torch.float16) or not _DTYPES.search(str(error)):
+        return None
+    return (
+        f"the strategy gives forward parameters in {str(dtype).removeprefix('torch.')}: what computes in float32 casts its parameters too, as "
+        'functional.layer_norm(x.float(), shape, self.weight.float(), self.bias.float()), or choose strategy="fsdp" or "ddp" with AmpOptimWrapper'
+    )
 
 
 # What only a first batch shows: whether a strategy trains the model as one device does.

@@ -30,9 +30,16 @@ from .training import At, differences, log_lines, make_runner, refuses
 class Stage:
     """A hook with a model whose weights are set by hand."""
 
-    def __init__(self, runner: Any, module: nn.Module | None = None, **options: Any) -> None:
+    def __init__(
+        self, runner: Any, module: nn.Module | None = None, excludes_frozen: bool = False, **options: Any
+    ) -> None:
         self.module = module or nn.Linear(1, 1, bias=False)
-        runner.strategy = SimpleNamespace(module=self.module, model_state=self._state)
+        runner.strategy = SimpleNamespace(
+            module=self.module,
+            model_state=self._state,
+            parameters=self.module.named_parameters,
+            config=SimpleNamespace(exclude_frozen_parameters=excludes_frozen),
+        )
         self.runner, self.hook = runner, EMAHook(**options)
         self.hook.before_run(runner)
         self.hook.before_train(runner)
@@ -145,6 +152,12 @@ def test_buffers_are_averaged_on_request(runner: Any, update_buffers: bool) -> N
     assert int(norm.num_batches_tracked) == 7  # type: ignore[arg-type]
     stage.hook.after_test_epoch(runner)
     assert float(norm.running_mean) == 8.0  # type: ignore[arg-type]
+
+
+def test_what_checkpoints_leave_out_is_not_averaged(runner: Any) -> None:
+    module = nn.Sequential(nn.Linear(1, 1).requires_grad_(False), nn.Linear(1, 1))
+    stage = Stage(runner, module, excludes_frozen=True, momentum=0.5)
+    assert set(stage.hook.state_dict()) == {"updates", "averaged.1.weight", "averaged.1.bias"}
 
 
 @pytest.mark.parametrize("update_buffers", [False, True])

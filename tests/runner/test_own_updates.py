@@ -93,6 +93,23 @@ def test_a_recipe_that_does_the_same(tmp_path: Path, wrapper: type[OptimWrapper]
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=key)
 
 
+class TwoLosses(Plain):
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        optim_wrapper.update_params(self(**data, mode="loss")["loss"])
+        return {"large_loss": torch.tensor(2.0**24, dtype=torch.float64), "small_loss": torch.tensor(True)}
+
+
+def test_the_losses_of_a_train_step_are_summed_in_their_dtype(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    class Look(Hook):
+        def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+            seen.append(float(outputs["loss"]))
+
+    trained(tmp_path, model=TwoLosses, custom_hooks=[Look()])
+    assert set(seen) == {2.0**24 + 1}
+
+
 class Decays(OptimWrapper):
     """Adds to the loss what the model does not know of."""
 

@@ -401,9 +401,23 @@ class Means(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.logits(input_ids).flatten(0, 1), labels.flatten())}
 
 
-def test_a_model_that_gives_means_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path, ALONE, 1, 8, Means)
-    assert "".join(capsys.readouterr()).count("micro-batches with 1 and 16 labels that count have the same weight") == 1
+class OwnStep(Means):
+    """With a step of its own; so it would be for a model of transformers."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        with optim_wrapper.optim_context(self):
+            losses = self(**data)
+        optim_wrapper.update_params(losses["loss"])
+        return losses
+
+
+@pytest.mark.parametrize("model, way_out", [(Means, "define loss_weight"), (OwnStep, "unless train_step weighs them")])
+def test_a_model_that_gives_means_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Any, way_out: str
+) -> None:
+    run(tmp_path, ALONE, 1, 8, model)
+    said = "".join(capsys.readouterr())
+    assert said.count("micro-batches with 1 and 16 labels that count have the same weight") == said.count(way_out) == 1
 
 
 @pytest.mark.parametrize("batch, accumulate, labelled", [(8, 1, None), (1, 8, lambda i: 5)], ids=["one batch", "equal"])

@@ -25,7 +25,7 @@ from flextrain.core.comm.topology import DataShard, Topology
 from flextrain.core.model.base_model import BaseModel
 from flextrain.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from flextrain.strategies import DeepSpeedOptimWrapper, DeepSpeedStrategy, SingleDeviceStrategy
-from flextrain.strategies.parts import full_weights, init_weights
+from flextrain.strategies.parts import explain, full_weights, init_weights
 from flextrain.testing import WorkerGroup, check_strategy
 from flextrain.testing.conformance_checks import batches
 from flextrain.testing.differences import relative_difference, same_tensors
@@ -635,6 +635,28 @@ def test_everything_frozen_is_refused() -> None:
         alone(zero(1), adamw(), Mlp().requires_grad_(False)),
     ):
         pass
+
+
+def explained(error: RuntimeError) -> list[str]:
+    """In a worker: what is advised in bfloat16 and in float32."""
+    found = []
+    for options in (dict(bf16=dict(enabled=True)), {}):
+        with started(zero(1, **options), adamw(), Mlp) as session:
+            found.append(str(explain(session.strategy, error)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "error, bfloat16, float32",
+    [
+        ("mixed dtype (CPU): expect parameter to have scalar type of Float", "the strategy gives forward parameters in bfloat16", "None"),
+        ("You tried to vmap over PostBackwardFunctionModule, but it does not", *["stage 3 computes layers by functions of its own"] * 2),
+    ],
+)  # fmt: skip
+def test_errors_are_explained(workers1: WorkerGroup, error: str, bfloat16: str, float32: str) -> None:
+    (found,) = workers1.run(explained, RuntimeError(error))
+    assert found[0].startswith(bfloat16)
+    assert found[1].startswith(float32)
 
 
 def test_deepspeeds_wrapper_needs_deepspeeds_strategy() -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from flextrain import BaseMetric, FlexibleRunner, Hook
 from flextrain.core.base.errors import ConfigError, StrategyError
-from flextrain.optim import OptimWrapper
+from flextrain.optim import OptimWrapper, trial
 from flextrain.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from flextrain.testing import WorkerError, WorkerGroup
 from flextrain.testing.differences import relative_difference
@@ -404,6 +404,13 @@ def test_quantised_moments_are_refused_before_training() -> None:
         SingleDeviceStrategy(device="cpu").setup(nn.Linear(64, 64), OptimWrapper(dict(type=kind)))
 
 
+@pytest.mark.parametrize("kind, width", [("_AdamW", 64), ("AdamW8bit", 65)])
+def test_torchaos_optimizers_that_quantise_no_moment_are_taken(kind: str, width: int) -> None:
+    found = getattr(pytest.importorskip("torchao.optim"), kind)
+    optimizer = found(nn.Linear(width, 64, bias=False).parameters())
+    assert trial.why_not_saved(optimizer) is None
+
+
 class Counting(Lion):
     """Counts its updates where no checkpoint looks."""
 
@@ -585,6 +592,11 @@ class Modes(Hook):
         runner.optim_wrapper.optimizer.train()
 
 
+class Reader:
+    def publish(self, weights: Any) -> None:
+        pass
+
+
 class Loss(BaseMetric):
     def process(self, data_batch: Any, data_samples: Any) -> None:
         self.results += (data_samples[0] == data_samples[1]).float().tolist()
@@ -621,7 +633,9 @@ def scored(spec: dict[str, Any], path: Path, evaluates: bool) -> tuple[list[str]
     runner.logger.addHandler(handler)
     try:
         runner.train()
+        runner.publish(Reader())
         runner.optim_wrapper.optimizer.eval()
+        runner.publish(Reader())
         return lines, {key: value.clone() for key, value in whole_model(runner.strategy).items()}
     finally:
         runner.logger.removeHandler(handler)
@@ -636,7 +650,9 @@ def test_evaluating_the_weights_that_are_trained_is_told(
     said = "optim_wrapper.optimizer: ScheduleFree is in training mode, in which the weights are not those to evaluate"
     whole = workers2.run(scored, STRATEGIES["ddp"], tmp_path, evaluates)
     parts = workers2.run(scored, STRATEGIES["fsdp"], tmp_path, evaluates)
-    assert [line.split(";")[0] for line in parts[0][0]] == ([] if evaluates else [said])
+    in_training = f"{said}; call its eval() before publish(), and train() after it"
+    assert parts[0][0][-1:] == [in_training]
+    assert [line.split(";")[0] for line in parts[0][0][:-1]] == ([] if evaluates else [said])
     for (_, weights), (_, expected) in zip(parts, whole, strict=True):
         assert max(relative_difference(weights[key], value) for key, value in expected.items()) < 1e-5
 

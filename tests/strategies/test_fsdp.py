@@ -791,6 +791,14 @@ def test_parameters_outside_of_forward_are_explained() -> None:
     assert explain(FSDPStrategy(), RuntimeError("out of memory")) is None
 
 
+def test_a_part_in_float32_is_explained_where_parameters_are_cast() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        nn.LayerNorm(4).bfloat16()(torch.ones(2, 4))
+    half = FSDPStrategy(mixed_precision=dict(param_dtype="bfloat16"))
+    assert str(explain(half, caught.value)).startswith("the strategy gives forward parameters in bfloat16")
+    assert explain(FSDPStrategy(), caught.value) is None
+
+
 class Scaled(nn.Module):
     """Moves its weights by their gradients and asks for others, as SAM does; its scale has no dimension to shard."""
 

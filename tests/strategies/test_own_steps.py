@@ -21,7 +21,7 @@ from ..runner.training import FSDP, Net, Samples, make_runner, whole_state
 
 pytestmark = pytest.mark.distributed
 TP = dict(type="mesh", tp=2, plan={"net.0": "colwise", "net.3": "rowwise"})
-STRATEGIES: dict[str, Any] = {"single": dict(type="single"), "ddp": "ddp", "fsdp": FSDP, "tp": TP}
+STRATEGIES: dict[str, Any] = {"single": dict(type="single"), "ddp": "ddp", "fsdp": FSDP, "whole": "fsdp", "tp": TP}
 
 
 def clip(parameters: list[Tensor]) -> Tensor:
@@ -95,7 +95,7 @@ def trained(
         train_cfg=dict(by_epoch=False, max_iters=3 * accumulate),
         log_level="WARNING",
         train_dataloader=dict(
-            batch_size=8 // (2 if strategy in ("ddp", "fsdp") else 1) // accumulate,
+            batch_size=8 // (2 if strategy in ("ddp", "fsdp", "whole") else 1) // accumulate,
             dataset=Samples(8),
             collate_fn="default_collate",
         ),
@@ -162,6 +162,15 @@ class Penalised(Updates):
         return loss + (gradient * len(x)).square().sum(1).mean()
 
 
+class OnlyPenalised(Updates):
+    """Trained by its gradient for the input alone."""
+
+    def loss_of(self, data: Any) -> Tensor:
+        x = data["x"].clone().requires_grad_(True)
+        (gradient,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return (gradient.norm(dim=1) - 1).square().mean()
+
+
 class Decaying(Updates):
     """With the size of its weights, and the distance to the first ones."""
 
@@ -175,7 +184,16 @@ class Decaying(Updates):
 
 
 @pytest.mark.parametrize(
-    "strategy, model", [("tp", Penalised), ("ddp", Penalised), ("tp", Decaying), ("ddp", Decaying)]
+    "strategy, model",
+    [
+        ("tp", Penalised),
+        ("ddp", Penalised),
+        ("fsdp", Penalised),
+        ("fsdp", OnlyPenalised),
+        ("whole", OnlyPenalised),
+        ("tp", Decaying),
+        ("ddp", Decaying),
+    ],
 )
 def test_a_loss_of_gradients_or_weights(
     tmp_path: Path, workers1: WorkerGroup, workers2: WorkerGroup, strategy: str, model: type[Updates]
@@ -207,9 +225,35 @@ class AtOnce(PastWrapper):
         return {"loss": loss.detach(), "seen": torch.zeros(())}
 
 
-def refused(folder: str, strategy: str, model: type[Updates]) -> str:
+class PenalisedPast(OnlyPenalised, PastWrapper):
+    """Whose graph of gradients FSDP does not see either."""
+
+
+class HooksForOneBackward(Updates):
+    """Registers its gradient hooks in every step, and removes them again."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        handles = [parameter.register_hook(torch.sign) for parameter in self.parameters()]  # type: ignore[no-untyped-call]
+        logs = super().train_step(data, optim_wrapper)
+        for handle in handles:
+            handle.remove()
+        return logs
+
+
+class HooksAfterForward(HooksForOneBackward):
+    """Has forward come before that."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        self.loss = super().loss_of(data)
+        return super().train_step(data, optim_wrapper)
+
+    def loss_of(self, data: Any) -> Tensor:
+        return self.loss
+
+
+def refused(folder: str, strategy: str, model: type[Updates], accumulate: int = 1) -> str:
     with pytest.raises(StrategyError) as caught:
-        trained(folder, strategy, "clip", accumulate=2, model=model)
+        trained(folder, strategy, "clip", accumulate=accumulate, model=model)
     return str(caught.value)
 
 
@@ -217,8 +261,28 @@ def refused(folder: str, strategy: str, model: type[Updates]) -> str:
 def test_an_update_within_a_window_is_refused(
     tmp_path: Path, workers2: WorkerGroup, strategy: str, model: type[Updates]
 ) -> None:
-    for message in workers2.run(refused, str(tmp_path), strategy, model):
+    for message in workers2.run(refused, str(tmp_path), strategy, model, 2):
         assert message.startswith("optim_wrapper.accumulative_counts: train_step updates in a micro-batch that is not")
+
+
+@pytest.mark.parametrize(
+    "strategy, model, said",
+    [
+        (
+            "whole",
+            PenalisedPast,
+            "model: train_step computes gradients of gradients (create_graph=True) past optim_wrapper",
+        ),
+        ("ddp", HooksForOneBackward, "model.net.0.weight: has a gradient hook that was registered after set-up"),
+        ("fsdp", HooksForOneBackward, "model.net.0.weight: has a gradient hook that was registered after set-up"),
+        ("whole", HooksAfterForward, "model.net.0.weight: has a gradient hook that was registered after set-up"),
+    ],
+)
+def test_gradients_of_one_process_are_refused(
+    tmp_path: Path, workers2: WorkerGroup, strategy: str, model: type[Updates], said: str
+) -> None:
+    for message in workers2.run(refused, str(tmp_path), strategy, model):
+        assert message.startswith(said)
 
 
 class Messages(logging.Handler):
