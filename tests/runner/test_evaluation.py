@@ -118,6 +118,20 @@ def test_a_metric_without_results_warns(caplog: pytest.LogCaptureFixture) -> Non
     assert {*caplog.messages} == {"PerBatch: got no results, process() appended nothing to self.results"}
 
 
+def test_repeated_samples_that_cannot_be_dropped_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Of results of whole batches nobody can say which are those of repeated samples."""
+    metric, alike = PerBatch(), PerBatch()
+    for _ in range(2):
+        metric.results += [4, 2]
+        alike.results += [1] * 5
+        assert metric.evaluate(5)["results"] == 2
+        assert alike.evaluate(5)["results"] == 5
+    (said,) = caplog.messages
+    assert said.startswith(
+        "PerBatch: has 2 results for 5 samples, so those that the sampler repeats to make all processes"
+    )
+
+
 def test_two_metrics_of_one_name(tmp_path: Path) -> None:
     parts = validation(4) | dict(val_evaluator=[dict(type=PerBatch), dict(type=PerBatch)])
     with pytest.raises(ConfigError, match=r'^evaluator: two metrics are called "results", give one a prefix$'):
