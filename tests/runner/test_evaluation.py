@@ -138,6 +138,29 @@ def test_two_metrics_of_one_name(tmp_path: Path) -> None:
         evaluate(tmp_path, **parts)
 
 
+@pytest.mark.parametrize("name", ["time", "data_time", "step"])
+def test_names_of_the_log_s_own_figures(tmp_path: Path, name: str) -> None:
+    """A metric called time was averaged with seconds, an output called lr with the learning rate; others were replaced."""
+
+    class Timed(PerBatch):
+        def compute_metrics(self, results: list[int]) -> dict[str, Any]:
+            return {name: 3.0}
+
+    parts = validation(4) | dict(val_evaluator=Timed)
+    with pytest.raises(ConfigError, match=f'^evaluator: a metric is called "{name}", as a figure of the log is'):
+        make_runner(tmp_path, **parts).train()
+    parts["val_evaluator"] = dict(type=Timed, prefix="own")
+    assert evaluate(tmp_path / "prefix", **parts) == {f"own/{name}": 3.0}
+
+    class Telling(Net):
+        def forward(self, *given: Any, **named: Any) -> Any:
+            return super().forward(*given, **named) | {name: torch.tensor(5.0)}
+
+    runner = make_runner(tmp_path / "outputs", model=Telling)
+    with pytest.raises(ConfigError, match=f'^model: gives "{name}" to the log, which has a figure of its own'):
+        runner.train()
+
+
 def test_evaluators_in_every_spelling() -> None:
     built = Evaluator([PerBatch()])
     for cfg in (PerBatch, dict(type=PerBatch), PerBatch(), [PerBatch], built):
