@@ -55,7 +55,7 @@ _END = object()
 
 _logger = logging.getLogger("flextrain")
 _MOST_HELD, _MOST_ITEMS = 2_000, 100
-_LARGEST_ARRAY = 2**26  # bytes
+_LARGEST_ARRAY = 2**24  # bytes
 _VALUES = (str, bytes, int, float, bool)
 
 
@@ -95,9 +95,10 @@ def _noted(one: Any) -> Any:
 def _held_by(**roots: Any) -> dict[str, Any]:
     """What objects hold, by the way to it, ``dataset.transform.size``: attributes, and items of lists and dicts, some of long ones."""
     held: dict[str, Any] = {}
-    pending, seen = list(roots.items()), set()
-    while pending and len(held) < _MOST_HELD:
-        path, one = pending.pop(0)
+    pending, samples, seen = list(roots.items()), list[tuple[str, Any]](), set()
+    while (pending or samples) and len(held) < _MOST_HELD:
+        own_kind = pending or samples  # samples, of long lists, last: they may hold more than all others
+        path, one = own_kind.pop(0)
         held[path] = _noted(one)
         if (
             id(one) in seen
@@ -110,9 +111,10 @@ def _held_by(**roots: Any) -> dict[str, Any]:
         if isinstance(one, (list, tuple, dict)):
             items = one.items() if isinstance(one, dict) else enumerate(one)
             some = islice(items, 0, None, len(one) // _MOST_ITEMS + 1)
-            pending += [(f"{path}[{key!r}]", item) for key, item in some]
+            found = samples if len(one) > _MOST_ITEMS else own_kind
+            found += [(f"{path}[{key!r}]", item) for key, item in some]
         elif isinstance(own := getattr(one, "__dict__", None), dict):
-            pending += [(f"{path}.{name}", value) for name, value in own.items()]
+            own_kind += [(f"{path}.{name}", value) for name, value in own.items()]
     return held
 
 
@@ -124,7 +126,8 @@ def _is_ours(one: Any) -> bool:
 def _changed(before: dict[str, Any], now: dict[str, Any], epoch: int) -> list[str]:
     """The names of what has changed, but for what ``set_epoch`` changes, which workers that are kept are told."""
     found, equivalents, told_of = [], dict[str, dict[str, Any]](), set[str]()
-    for name in {**before, **now}:
+    is_cut = max(len(before), len(now)) >= _MOST_HELD
+    for name in [name for name in before if name in now] if is_cut else {**before, **now}:
         one, other = before.get(name, _END), now.get(name, _END)
         if _is_same(one, other) or name.startswith(tuple(f"{each}{sign}" for each in told_of for sign in ".[")):
             continue

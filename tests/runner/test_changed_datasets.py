@@ -29,6 +29,7 @@ class Augmented(Dataset[Any]):
     """Samples that tell what they were made with, and by which process."""
 
     def __init__(self) -> None:
+        self.records = [{f"corner {number}": number for number in range(30)} for _ in range(1000)]
         self.mosaic, self.steps, self.options = True, [Crop(8), Crop(6)], {"scale": 2}
         self.turns = [*range(1000)]
         self.weights, self.noise, self.epoch = torch.ones(3), random.Random(3), 0
