@@ -255,8 +255,13 @@ def _no_leaked_variables() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _logs_as_before() -> Iterator[None]:
-    """A runner's ``log_level`` stays with the logger, and would keep the next test's lines from it."""
+    """A runner's ``log_level`` stays with the logger, and would keep the next test's lines from it.
+
+    It also stops passing lines on to the root logger, and pytest's ``caplog`` is given those of such loggers only where they did
+    so before the test.
+    """
     logger = logging.getLogger("flextrain")
+    logger.propagate = False
     if logger.level:  # a fixture of a whole module may have had a runner; setting it touches every logger there is
         logger.setLevel(logging.NOTSET)
     yield

@@ -7,7 +7,9 @@ import hashlib
 import inspect
 import itertools
 import multiprocessing
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
@@ -17,7 +19,7 @@ from ...core.base.errors import ConfigError, counted, one_of, suggest
 from ...core.base.registry import DATA_SAMPLERS
 from .collate import check_collate, named_function
 from .dataset_wrappers import DatasetWrapper, check_dataset_config, check_in_one_pass, is_config
-from .samplers import HOLDERS, InfiniteSampler, follows_span, held_in
+from .samplers import HOLDERS, InfiniteSampler, chain_of, dealt_by, divided_sampler, follows_span, held_in
 from .streams.divided_streams import SHARD
 from .user_loaders import gives_batches, length_of, sampler_of
 
@@ -271,12 +273,29 @@ def check_follows_order(loader: Any, where: str) -> Any:
     return loader
 
 
-def check_same_data(prints: Sequence[str | None]) -> None:
+def needs_same_data(loader: Any, shard: tuple[int, int]) -> bool:
+    """True if all processes have to have the same dataset: a sampler deals it to them, or they share a shard of it."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    return divided_sampler(loader) is not None or any(dealt_by(part) == shard for part in chain_of(sampler_of(loader)))
+
+
+def check_same_length(lengths: Sequence[int | None], where: str) -> None:
+    """Raise ConfigError if the datasets of the processes, which need the same one, differ in length."""
+    known = {length or 0 for length in lengths}
+    if len(known) > 1:
+        raise ConfigError(
+            f"{where}.dataset: has {min(known)} to {max(known)} samples depending on the process, but its sampler needs the same dataset "
+            "on every process; if each process has its own, give an IterableDataset or another sampler, or shard=False"
+        )
+
+
+def check_same_data(prints: Sequence[str | None], where: str) -> None:
     """Raise ConfigError if the fingerprints that the processes have of their dataset differ; a sampler splits one for all."""
     for rank, other in enumerate(prints):
         if other != prints[0]:
             raise ConfigError(
-                f"train_dataloader.dataset: is {prints[0]} on process 0 and {other} on process {rank}, which read other files, chose "
+                f"{where}.dataset: is {prints[0]} on process 0 and {other} on process {rank}, which read other files, chose "
                 "other samples or have other settings; give all the same"
             )
 
@@ -284,7 +303,7 @@ def check_same_data(prints: Sequence[str | None]) -> None:
 def prints_of_all(prints: Sequence[str | None], deals: bool) -> str:
     """Check that all processes have the same data, if a sampler ``deals`` them; else return the prints, if they differ, as one."""
     if deals:
-        check_same_data(prints)
+        check_same_data(prints, "train_dataloader")
     each = dict.fromkeys(map(str, prints))
     return "; ".join(each) if len(each) > 1 else ""
 
@@ -299,6 +318,8 @@ def print_of(dataset: Any) -> str | None:
     found = getattr(dataset, "fingerprint", None)
     if isinstance(found, str):
         return found
+    if not isinstance(dataset, MADE_OF_OTHERS) and "datasets" not in sys.modules:  # Hugging Face's
+        return None
     inner = [dataset.dataset] if isinstance(dataset, DatasetWrapper) else held_in(dataset)
     parts, chosen = [print_of(one) for one in inner], _chosen(dataset)
     if chosen is None and not any(parts):
@@ -308,19 +329,35 @@ def print_of(dataset: Any) -> str | None:
 
 
 def _chosen(dataset: Any) -> list[str] | None:
-    """Some of the indices that a Subset, or a dataset of Hugging Face's, has of another one; None if it has none."""
-    if not isinstance(dataset, Subset) and not type(dataset).__module__.startswith("datasets."):
+    """Some of the indices that a Subset, or a dataset of Hugging Face's, has of another one, or of the latter's rows; None for others."""
+    of_hugging_face = type(dataset).__module__ == "datasets.arrow_dataset"
+    if not isinstance(dataset, Subset) and not of_hugging_face:
         return None
     indices = next((held for name, held in vars(dataset).items() if name.lstrip("_") == "indices"), None)
+    if indices is None and of_hugging_face:
+        rows = dataset.with_format("arrow")
+        return [repr(_without_folders(rows[at].to_pydict())) for at in _compared(len(rows), _COMPARED // 8)]
     if indices is None:
         return None
     if hasattr(indices, "column"):  # a table
         indices = indices.column(0)
-    size, most = len(indices), _COMPARED
-    numbers = {*range(min(most, size)), *range(max(0, size - most), size), *(size * at // most for at in range(most))}
     return [
-        str(getattr(one, "item", lambda one=one: one)()) for one in (indices[at] for at in sorted(numbers) if at < size)
+        str(getattr(one, "item", lambda one=one: one)()) for one in map(indices.__getitem__, _compared(len(indices)))
     ]
+
+
+def _compared(size: int, most: int = _COMPARED) -> list[int]:
+    numbers = {*range(min(most, size)), *range(max(0, size - most), size), *(size * at // most for at in range(most))}
+    return sorted(at for at in numbers if at < size)
+
+
+def _without_folders(value: Any) -> Any:
+    """A row whose files may lie elsewhere on another machine."""
+    if isinstance(value, dict):
+        return {key: _without_folders(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(item) for item in value]
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
 def is_infinite(sampler: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, cast
 
@@ -222,13 +221,14 @@ class TrainData:
     """
 
     _held: HeldBatches | None = None
-    _prints = ""  # of the datasets of all processes, if each has its own
+    prints = ""
+    """Fingerprints of the datasets of all processes, if each has its own."""
 
     def __init__(
         self, loader: Any, accumulate: int, seed: int, diff_rank_seed: bool = False, shard: tuple[int, int] = (0, 1)
     ) -> None:
         self.loader, self.accumulate, self.seed, self.diff_rank_seed = loader, accumulate, seed, diff_rank_seed
-        self._dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
+        self.dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
         self._sampler = sampler_of(loader)
         self._divided = divided_sampler(loader)
         self.infinite = isinstance(self._sampler, InfiniteSampler)
@@ -296,21 +296,17 @@ class TrainData:
         if is_alone() or self._has_compared:
             return
         self._has_compared = True
-        own = (length_of(self._dataset), self._own_length, self._deals, self._is_even, self.keeps_position)
+        own = (length_of(self.dataset), self._own_length, self._is_even, self.keeps_position)
+        is_needed = checks.needs_same_data(self.loader, self._shard)
         begin = None if self._divided is None else self._divided.begin(order_seed(self.seed, 0))
-        samples, lengths, deals, even, keeps_position, prints, begins = zip(
-            *all_gather_object((*own, self.fingerprint, begin)), strict=True
+        samples, lengths, even, keeps_position, needed, prints, begins = zip(
+            *all_gather_object((*own, is_needed, checks.print_of(self.dataset), begin)), strict=True
         )
         checks.check_same_begin(begins, "train_dataloader")
         self._first_samples = samples[0]
-        known = {number or 0 for number in samples}
-        if any(deals) and len(known) > 1:
-            raise ConfigError(
-                f"train_dataloader.dataset: has {min(known)} to {max(known)} samples depending on the process, but a "
-                "DefaultSampler or InfiniteSampler needs the same dataset on every process; if each process has its own, "
-                "give an IterableDataset or another sampler"
-            )
-        self._prints = checks.prints_of_all(prints, any(deals))
+        if any(needed):
+            checks.check_same_length(samples, "train_dataloader")
+        self.prints = checks.prints_of_all(prints, any(needed))
         if not all(even):
             self._in_step = InStep(
                 "train_dataloader", processes=len(samples), ahead=not any(keeps_position), timeout_s=timeout_s
@@ -320,15 +316,9 @@ class TrainData:
             self._in_step = SameBatches("train_dataloader", self._shard[0], self._in_step, timeout_s)
 
     @property
-    def _deals(self) -> bool:
-        """True if a sampler splits the dataset over processes, which therefore must all have the same one."""
-        is_stream = isinstance(self._dataset, IterableDataset)
-        return not is_stream and isinstance(self._sampler, ShardedSampler) and self._sampler.count > 1
-
-    @property
     def _is_even(self) -> bool:
         """True if every process is certain to have equally many batches."""
-        if self._reader is not None or isinstance(self._dataset, IterableDataset):
+        if self._reader is not None or isinstance(self.dataset, IterableDataset):
             return False
         if type(self.loader.batch_sampler) not in (BatchSampler, type(None)):
             return False
@@ -355,8 +345,8 @@ class TrainData:
         """The name of the class or function that determines the order of the batches."""
         if self._reader is not None:
             return name_of(self.loader)
-        if isinstance(self._dataset, IterableDataset):
-            return name_of(original(self._dataset))
+        if isinstance(self.dataset, IterableDataset):
+            return name_of(original(self.dataset))
         if self._divided is not None:
             return type(self._divided.sampler).__name__
         own_batches = type(self.loader.batch_sampler) not in (BatchSampler, type(None))
@@ -365,19 +355,12 @@ class TrainData:
     @property
     def num_samples(self) -> int | None:
         """Samples of the dataset, on rank 0 if processes differ; None for a stream of unknown length."""
-        return length_of(self._dataset) if self._first_samples is _UNKNOWN else self._first_samples
-
-    @property
-    def fingerprint(self) -> str | None:
-        """What the dataset says of its content, or those of all processes if each has its own; None if it says nothing."""
-        own = getattr(self._dataset, "fingerprint", None)
-        is_made = isinstance(self._dataset, checks.MADE_OF_OTHERS) or "datasets" in sys.modules
-        return self._prints or (checks.print_of(self._dataset) if is_made else own if isinstance(own, str) else None)
+        return length_of(self.dataset) if self._first_samples is _UNKNOWN else self._first_samples
 
     @property
     def stream_workers(self) -> int | None:
         """Number of workers that read a stream, whose order and state depend on it; None for other data."""
-        is_stream = isinstance(self._dataset, IterableDataset)
+        is_stream = isinstance(self.dataset, IterableDataset)
         return getattr(self.loader, "num_workers", None) if is_stream else None
 
     def position(self, epoch: int, window: int) -> int | None:
@@ -562,12 +545,12 @@ class TrainData:
                 f"train_dataloader: {self.sampler_name} changes in each of its passes, so the {passes} before are made again"
             )
         self.tell_samplers(epoch)
-        if not epoch or (self._reader is None and not isinstance(self._dataset, IterableDataset)):
+        if not epoch or (self._reader is None and not isinstance(self.dataset, IterableDataset)):
             return
         parts = (
             self.loader,
-            original(self._dataset),
-            *held_in(original(self._dataset)),
+            original(self.dataset),
+            *held_in(original(self.dataset)),
             *chain_of(self._sampler),
             getattr(self.loader, "batch_sampler", None),
         )

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, islice, repeat
+from operator import is_
 from typing import Any, NamedTuple
 from weakref import ref
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, IterDataPipe, Sampler
 
@@ -24,7 +26,7 @@ from ...core.base.json_values import pack, unpack
 from ...core.base.snapshot import stands_for_something_outside
 from ...core.random.generators import RandomStream, epoch_seed, forget_spare_normal, nth_seed
 from ...core.torch_compat.torch_private import INITIALIZED, end_kept_workers, version_of
-from .sample_seeds import SeededDataset, SeededStream, Turn, WorkerInit, as_read, order_seed
+from .sample_seeds import CollateOfStream, SeededDataset, SeededStream, Turn, WorkerInit, as_read, order_seed
 from .samplers import (
     DefaultSampler,
     Repeatable,
@@ -52,7 +54,8 @@ _END = object()
 
 
 _logger = logging.getLogger("flextrain")
-_MOST_HELD = 2_000
+_MOST_HELD, _MOST_ITEMS = 2_000, 100
+_LARGEST_ARRAY = 2**24  # bytes
 _VALUES = (str, bytes, int, float, bool)
 
 
@@ -63,13 +66,40 @@ class _Counted(NamedTuple):
     version: int
 
 
+class _Content(NamedTuple):
+    """What a list, dict or array holds, which may be changed in place."""
+
+    kind: type
+    items: Any
+
+    def __call__(self) -> Any:
+        """Another one that holds the same."""
+        half = len(self.items) // 2
+        return (
+            dict(zip(self.items[:half], self.items[half:], strict=True)) if self.kind is dict else copy.copy(self.items)
+        )
+
+
+def _noted(one: Any) -> Any:
+    if isinstance(one, Tensor):
+        return _Counted(one, 0 if one.is_inference() else version_of(one))
+    if type(one) is np.ndarray and one.nbytes <= _LARGEST_ARRAY:
+        return _Content(np.ndarray, one.copy())
+    return (
+        _Content(type(one), [*one, *one.values()] if type(one) is dict else [*one])
+        if type(one) in (list, dict)
+        else one
+    )
+
+
 def _held_by(**roots: Any) -> dict[str, Any]:
-    """What objects hold, by the way to it, ``dataset.transform.size``: attributes, and items of short lists and dicts."""
+    """What objects hold, by the way to it, ``dataset.transform.size``: attributes, and items of lists and dicts, some of long ones."""
     held: dict[str, Any] = {}
-    pending, seen = list(roots.items()), set()
-    while pending and len(held) < _MOST_HELD:
-        path, one = pending.pop(0)
-        held[path] = _Counted(one, 0 if one.is_inference() else version_of(one)) if isinstance(one, Tensor) else one
+    pending, samples, seen = list(roots.items()), list[tuple[str, Any]](), set()
+    while (pending or samples) and len(held) < _MOST_HELD:
+        own_kind = pending or samples  # samples, of long lists, last: they may hold more than all others
+        path, one = own_kind.pop(0)
+        held[path] = _noted(one)
         if (
             id(one) in seen
             or isinstance(one, (Tensor, random.Random))
@@ -79,11 +109,12 @@ def _held_by(**roots: Any) -> dict[str, Any]:
             continue
         seen.add(id(one))
         if isinstance(one, (list, tuple, dict)):
-            held[f"len({path})"] = len(one)
             items = one.items() if isinstance(one, dict) else enumerate(one)
-            pending += [(f"{path}[{key!r}]", item) for key, item in items] if len(one) <= _MOST_HELD // 20 else []
+            some = islice(items, 0, None, len(one) // _MOST_ITEMS + 1)
+            found = samples if len(one) > _MOST_ITEMS else own_kind
+            found += [(f"{path}[{key!r}]", item) for key, item in some]
         elif isinstance(own := getattr(one, "__dict__", None), dict):
-            pending += [(f"{path}.{name}", value) for name, value in own.items()]
+            own_kind += [(f"{path}.{name}", value) for name, value in own.items()]
     return held
 
 
@@ -95,22 +126,20 @@ def _is_ours(one: Any) -> bool:
 def _changed(before: dict[str, Any], now: dict[str, Any], epoch: int) -> list[str]:
     """The names of what has changed, but for what ``set_epoch`` changes, which workers that are kept are told."""
     found, equivalents, told_of = [], dict[str, dict[str, Any]](), set[str]()
-    for name in {**before, **now}:
+    is_cut = max(len(before), len(now)) >= _MOST_HELD
+    for name in [name for name in before if name in now] if is_cut else {**before, **now}:
         one, other = before.get(name, _END), now.get(name, _END)
-        inside = name.removeprefix("len(").rstrip(")")
-        if _is_same(one, other) or any(
-            inside == each or inside.startswith((f"{each}.", f"{each}[")) for each in told_of
-        ):
+        if _is_same(one, other) or name.startswith(tuple(f"{each}{sign}" for each in told_of for sign in ".[")):
             continue
         path, _, key = name.rpartition(".")
         if takes_epoch(now.get(path)):
             if path not in equivalents:
                 equivalent = copy.copy(now[path])
-                vars(equivalent).update(
-                    (key, before[f"{path}.{key}"]) for key in vars(equivalent) if f"{path}.{key}" in before
-                )
+                for own in [own for own in vars(equivalent) if f"{path}.{own}" in before]:
+                    was = before[f"{path}.{own}"]
+                    vars(equivalent)[own] = was() if isinstance(was, _Content) else was
                 tell_epoch(equivalent, epoch)
-                equivalents[path] = vars(equivalent)
+                equivalents[path] = {own: _noted(value) for own, value in vars(equivalent).items()}
             if key in equivalents[path] and not _is_same(equivalents[path][key], one):
                 told_of.add(name)
                 continue
@@ -121,6 +150,12 @@ def _changed(before: dict[str, Any], now: dict[str, Any], epoch: int) -> list[st
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, _Counted) and isinstance(other, _Counted):
         return one.tensor is other.tensor and one.version == other.version
+    if isinstance(one, _Content) and isinstance(other, _Content):
+        if one.kind is other.kind is np.ndarray:
+            return bool(one.items.dtype == other.items.dtype) and one.items.tobytes() == other.items.tobytes()
+        if one.kind is not other.kind or len(one.items) != len(other.items):
+            return False
+        return all(map(is_, one.items, other.items)) or all(map(_is_same, one.items, other.items))
     return one is other or (isinstance(one, _VALUES) and type(one) is type(other) and one == other)
 
 
@@ -312,6 +347,7 @@ class Feed:
 
         Its random numbers start at the beginning of the stream, in this process or in each worker.
         """
+        self._read.collate_fn = CollateOfStream(self.loader.collate_fn)
         if isinstance(self._read.dataset, SeededStream):
             self._read.dataset.begin(own_seed, epoch)
         if self._read.num_workers:
@@ -332,14 +368,13 @@ class Feed:
         loader: Any = self.loader
         if loader.pin_memory or isinstance(loader.dataset, IterDataPipe):
             return iter(self._read)
-        samples = iter(loader.dataset)
-        # In a generator, a StopIteration of the collate function is an error, and not the end.
+        samples, collate = iter(loader.dataset), self._read.collate_fn
         if loader.batch_size is None:
-            return (loader.collate_fn(sample) for sample in samples)
+            return map(collate, samples)
         groups = iter(lambda: list(islice(samples, loader.batch_size)), [])
         if loader.drop_last:
             groups = (group for group in groups if len(group) == loader.batch_size)
-        return (loader.collate_fn(group) for group in groups)
+        return map(collate, groups)
 
 
 @dataclass
@@ -653,7 +688,9 @@ def loader_of_stream(
             logger.info(f"{where}: resuming in the middle of an epoch reads the stream again from its beginning, {why}")
         return DataLoader(dataset, **kwargs)
     if not kwargs.get("num_workers"):
-        return _said(StreamLoader(dataset, **kwargs), where, logger)
+        return _said(
+            StreamLoader(dataset, **{**kwargs, "collate_fn": CollateOfStream(kwargs["collate_fn"])}), where, logger
+        )
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader
     except ImportError:
@@ -662,8 +699,10 @@ def loader_of_stream(
             "the beginning; pip install torchdata, or give num_workers=0, to save the position"
         )
         return DataLoader(dataset, **kwargs)
-    init = WorkerInit(kwargs.get("worker_init_fn"))
-    return _said(StatefulDataLoader(dataset, **{**kwargs, "worker_init_fn": init}), where, logger)
+    init, collate = WorkerInit(kwargs.get("worker_init_fn")), CollateOfStream(kwargs["collate_fn"])
+    return _said(
+        StatefulDataLoader(dataset, **{**kwargs, "worker_init_fn": init, "collate_fn": collate}), where, logger
+    )
 
 
 def _said(loader: Any, where: str, logger: logging.Logger) -> Any:

@@ -218,6 +218,20 @@ class SeededStream(IterableDataset[Any]):
         return iter(self.dataset)
 
 
+class CollateOfStream:
+    """A stream's collate function, of which a StopIteration is an error, and not the end of the stream."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        try:
+            return self.collate(samples)
+        except StopIteration as error:
+            name = getattr(self.collate, "__name__", type(self.collate).__name__)
+            raise DataError(f"{name}: raised StopIteration, as next() does at an end; give next() a default") from error
+
+
 class WorkerInit:
     """The worker_init_fn: restores ``dataset`` of the worker info to the user's, then calls the user's function.
 

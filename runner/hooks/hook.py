@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from enum import IntEnum
 from pathlib import Path
@@ -316,6 +317,7 @@ class Hook:
 
 
 HookCall = Callable[..., None]
+PACKAGE = __name__.partition(".")[0]
 
 
 class _Table(dict[str, tuple[HookCall, ...]]):
@@ -407,16 +409,28 @@ class HookDispatcher:
 def _table_of(hook: Hook) -> _Table:
     """Return the methods of a hook to call at each hook point.
 
-    Hook's own method calls the group forms, so a hook that overrides the point does not reach them. A subclass of it
-    that overrides a group form gets both calls, as in MMEngine.
+    One that overrides the point does not reach the group forms; a subclass that overrides such a form gets both calls.
     """
     table = _Table()
     for point, groups in HOOK_POINTS.items():
-        group = min((depth(hook, name, Hook) for name in groups), default=NOWHERE)
-        own = depth(hook, point, Hook)
+        group, own = min((depth(hook, name, Hook) for name in groups), default=NOWHERE), depth(hook, point, Hook)
         of_point = (getattr(hook, point),) if own < NOWHERE else ()
+        if of_point and point.endswith("_iter") and type(hook).__module__.partition(".")[0] != PACKAGE:
+            of_point = (_in_any_order(of_point[0], point),)
         table[point] = (*of_point, MethodType(getattr(Hook, point), hook)) if group < own else of_point
     return table
+
+
+def _in_any_order(method: HookCall, point: str) -> HookCall:
+    """Return a user's method, called by the names of its arguments, as in MMEngine, if their order is another one."""
+    names = ("batch_idx", "data_batch", "outputs")[: 2 if point.startswith("before") else 3]
+    parameters = [*inspect.signature(method).parameters.values()]
+    in_order = [one.name for one in parameters[1:] if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    kinds = {one.kind for one in parameters}
+    takes_all = inspect.Parameter.VAR_KEYWORD in kinds or {*names} <= {one.name for one in parameters}
+    if not takes_all or in_order[: len(names)] == [*names] or inspect.Parameter.VAR_POSITIONAL in kinds:
+        return method
+    return lambda runner, *values, **named: method(runner, **dict(zip(names, values, strict=False)), **named)
 
 
 # Arguments and methods of MMEngine's hooks that flextrain refuses.

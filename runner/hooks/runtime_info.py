@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from ...core.base.errors import ConfigError
 from ...core.base.overriding import overridden
 from ...core.base.registry import HOOKS
 from ..reporting.history import HistoryBuffer
@@ -17,6 +18,20 @@ from .hook import Hook
 
 if TYPE_CHECKING:
     from ..run import Run
+
+
+class _Taken(NamedTuple):
+    """Stands for an output of the model that would be mixed with a figure of the log, or replaced by it."""
+
+    name: str
+
+    def put(self, value: Any) -> None:
+        raise ConfigError(
+            f'model: gives "{self.name}" to the log, which has a figure of its own by that name; give it another name'
+        )
+
+
+_FIGURES = ("lr", "time", "data_time", "memory", "epoch", "iter", "step")
 
 
 @HOOKS.register_module()
@@ -31,7 +46,7 @@ class RuntimeInfoHook(Hook):
     def __init__(self) -> None:
         self._rates: list[tuple[HistoryBuffer, Any]] = []
         self._get_lr: Callable[[], Mapping[str, Any]] | None = None  # the method of a wrapper class that overrides it
-        self._outputs: dict[str, HistoryBuffer] = {}
+        self._outputs: dict[str, HistoryBuffer | _Taken] = {}
         self._stages: list[str] = []
 
     def before_run(self, runner: Run) -> None:
@@ -52,7 +67,7 @@ class RuntimeInfoHook(Hook):
             for name, wrapper in wrappers.items()
             if wrapper.param_groups[0].get("lr") is not None  # an optimizer such as Adafactor may compute its own
         ]
-        self._outputs = {}
+        self._outputs = {name: _Taken(name) for name in _FIGURES}
         for key in ("epoch", "iter"):
             hub.compute_info(key, partial(getattr, runner, key))
         for key in ("max_epochs", "max_iters"):

@@ -12,7 +12,7 @@ from ...core.base.overriding import overridden
 from ...core.comm.collectives import all_gather_object
 from ...core.comm.topology import gathering
 from ...strategies.parts import share_buffers
-from ..data.checks import check_same_begin
+from ..data.checks import check_same_begin, check_same_data, check_same_length, needs_same_data, print_of
 from ..data.lockstep import HeldBatches, until_all_end
 from ..data.readers import Feed, Reader
 from ..data.sample_seeds import order_seed
@@ -40,7 +40,7 @@ class EvaluationData:
 
     def __init__(self, loader: Any, runner: Run, where: str) -> None:
         self.loader, self._runner, self._where = loader, runner, where
-        self._divided = divided_sampler(loader)
+        self._has_compared = False
         self._topology = runner.strategy.topology
         own_way = goes_its_own_way(loader)
         self._reader = Reader(loader) if own_way else None
@@ -68,11 +68,30 @@ class EvaluationData:
         if self._feed is not None:
             self._feed.close()
 
+    def _compare(self, seed: int) -> None:
+        """Raise ConfigError if the processes need the same data and have others."""
+        self._has_compared, dataset = True, getattr(self.loader, "dataset", None)
+        divided = divided_sampler(self.loader)
+        needed, lengths, prints, begins = zip(
+            *all_gather_object(
+                (
+                    needs_same_data(self.loader, self._topology.shard),
+                    length_of(dataset),
+                    print_of(dataset),
+                    None if divided is None else divided.begin(seed),
+                )
+            ),
+            strict=True,
+        )
+        check_same_begin(begins, self._where)
+        if any(needed):
+            check_same_length(lengths, self._where)
+            check_same_data(prints, self._where)
+
     def _pass(self) -> Iterator[tuple[Any, bool]]:
         seed = self._runner.seed
-        if self._divided is not None:
-            check_same_begin(all_gather_object(self._divided.begin(order_seed(seed, EVALUATION))), self._where)
-            self._divided = None
+        if not (self._topology.is_alone or self._has_compared):
+            self._compare(order_seed(seed, EVALUATION))
         if self._feed is not None:
             one_pass = self._feed.batches(seed, EVALUATION)
         else:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ...core.base.errors import ConfigError
+from ...core.base.errors import ConfigError, counted
 from ...core.comm import collectives as dist
 from ...core.comm.agreement import told_by_rank_0
 from ...core.comm.topology import Topology
@@ -92,6 +92,7 @@ class BaseMetric(ABC):
     """In ``process``, if ``uses_model``: the user's model with whole weights, in evaluation mode. Each process calls it on
     its own, under every strategy, without gradients and under the strategy's autocast. Weights are the averages of an EMAHook,
     if there is one."""
+    _has_told = False  # of samples that are counted again
     _lent: Callable[[], Any] | None = None
     _autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     topology: Topology | None = None
@@ -149,8 +150,14 @@ class BaseMetric(ABC):
         return told_by_rank_0(compute, at=f"{type(self).__name__}.compute_metrics on rank 0", waits_long=True)
 
     def _compute(self, results: list[Any], size: int | None, shards: int) -> dict[str, Any]:
-        if size is not None and len(results) - size < shards:
+        if size is not None and 0 <= len(results) - size < shards:
             results = results[:size]
+        elif size is not None and results and not self._has_told:
+            self._has_told = True
+            _logger.warning(
+                f"{type(self).__name__}: has {counted(len(results), 'result')} for {size} samples, so those that the sampler repeats to "
+                "make all processes even are counted again; give dict(type='DefaultSampler')"
+            )
         self.results = results  # some metrics read it in compute_metrics; in MMEngine it has this process's alone
         try:
             return self._named(self.compute_metrics(results))

@@ -162,6 +162,8 @@ def add_metrics(found: dict[str, Any], more: Mapping[str, Any]) -> None:
     for name, value in more.items():
         if name in found:
             raise ConfigError(f'evaluator: two metrics are called "{name}", give one a prefix')
+        if name in ("time", "data_time", "step"):
+            raise ConfigError(f'evaluator: a metric is called "{name}", as a figure of the log is, give it a prefix')
         found[name] = value
 
 

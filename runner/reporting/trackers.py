@@ -15,8 +15,22 @@ from ...core.base.registry import REPORTERS
 from .reporter import Picture, Reporter, as_png, import_extra, numbers
 
 
+class _Tracker(Reporter):
+    """One that draws a chart for each name."""
+
+    _of_training = frozenset({"loss", "time", "data_time"})
+
+    def _points(self, scalars: Mapping[str, Any], mode: str) -> dict[str, float]:
+        """Return the numbers; in an evaluation those that training has too, by iteration, are ``val/loss`` and the like."""
+        found = numbers(scalars)
+        if mode == "train":
+            self._of_training |= found.keys()
+        apart = self._of_training if mode in ("val", "test") else ()
+        return {f"{mode}/{name}" if name in apart else name: value for name, value in found.items()}
+
+
 @REPORTERS.register_module(["TensorboardReporter", "TensorboardVisBackend"])
-class TensorboardReporter(Reporter):
+class TensorboardReporter(_Tracker):
     """Writes event files to ``save_dir``; ``tensorboard --logdir`` shows them.
 
     Args:
@@ -40,7 +54,7 @@ class TensorboardReporter(Reporter):
     def on_scalars(self, scalars: Mapping[str, Any], step: int, mode: str) -> None:
         """Write one point per scalar."""
         if self._writer is not None:
-            for name, value in numbers(scalars).items():
+            for name, value in self._points(scalars, mode).items():
                 self._writer.add_scalar(name, value, step)
 
     def on_config(self, config: Mapping[str, Any]) -> None:
@@ -69,7 +83,7 @@ class TensorboardReporter(Reporter):
 
 
 @REPORTERS.register_module(["WandbReporter", "WandbVisBackend"])
-class WandbReporter(Reporter):
+class WandbReporter(_Tracker):
     """Sends records to Weights & Biases.
 
     Records are sent without W&B's ``step``, because validation counts epochs and W&B drops records whose step
@@ -117,7 +131,7 @@ class WandbReporter(Reporter):
     def on_scalars(self, scalars: Mapping[str, Any], step: int, mode: str) -> None:
         """Send one record."""
         if self._run is not None:
-            self._run.log(numbers(scalars), commit=self._commit)
+            self._run.log(self._points(scalars, mode), commit=self._commit)
 
     def on_config(self, config: Mapping[str, Any]) -> None:
         """Add settings to the run's configuration."""
@@ -150,7 +164,7 @@ _MAX_VALUE_LENGTH = 500
 
 
 @REPORTERS.register_module(["MlflowReporter", "MLflowReporter", "MLflowVisBackend"])
-class MlflowReporter(Reporter):
+class MlflowReporter(_Tracker):
     """Sends records to MLflow, and the run's small files at its end.
 
     Args:
@@ -223,7 +237,7 @@ class MlflowReporter(Reporter):
     def on_scalars(self, scalars: Mapping[str, Any], step: int, mode: str) -> None:
         """Send one record."""
         if self._is_open:
-            self._mlflow.log_metrics(numbers(scalars), step=step)
+            self._mlflow.log_metrics(self._points(scalars, mode), step=step)
 
     def on_config(self, config: Mapping[str, Any]) -> None:
         """Send settings as ``config.json``: MLflow refuses to change a parameter."""

@@ -10,6 +10,7 @@ import pydantic
 from ...core.base.config import Config, validate
 from ...core.base.errors import CheckpointError, counted
 from ...core.random.generators import load_rng_state, seed_process
+from ..data.checks import print_of
 from ..data.dataloaders import LeftOut, TrainData
 from ..data.user_loaders import batch_size
 
@@ -112,7 +113,7 @@ def data_facts(runner: Run, loop: Mapping[str, Any]) -> DataFacts:
         position=data.position(loop["epoch"], loop["inner"]),
         by_index=sampler is not None and sampler.by_index,
         workers=data.stream_workers,
-        fingerprint=data.fingerprint,
+        fingerprint=data.prints or print_of(data.dataset),
         own_draws=data.diff_rank_seed and data.draws_apart,
         left_out=data.left_out,
     )

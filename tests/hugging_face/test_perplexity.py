@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -219,10 +218,7 @@ def test_the_auxiliary_loss_of_experts_is_no_loss_of_tokens(given: float) -> Non
     assert metric.evaluate()["perplexity"] == pytest.approx(math.exp(wanted), rel=1e-5)
 
 
-def test_an_auxiliary_loss_without_logits_is_told(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("flextrain"), "propagate", True)
+def test_an_auxiliary_loss_without_logits_is_told(caplog: pytest.LogCaptureFixture) -> None:
     metric, outputs = Perplexity(), {"loss": torch.tensor(1.5), "aux_loss": torch.tensor(1.0)}
     metric.process({"labels": torch.ones(1, 3)}, outputs)
     assert "auxiliary loss and no logits" in caplog.text
@@ -248,12 +244,9 @@ def test_the_mean_of_no_tokens_counts_nothing() -> None:
     assert float(found) == 0
 
 
-def test_samples_that_a_sampler_repeats_are_warned_of(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_that_a_sampler_repeats_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     metric = Perplexity()
     metric.process({"labels": torch.tensor([[3, 1, 2]])}, {"loss": torch.tensor(1.5)})
-    monkeypatch.setattr(logging.getLogger("flextrain"), "propagate", True)
     with caplog.at_level("WARNING", "flextrain"):
         metric.evaluate(1)
     assert "Perplexity: the sampler of the evaluation repeats samples" in caplog.text

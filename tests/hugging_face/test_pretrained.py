@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,15 +116,6 @@ def test_names_with_other_prefixes_and_tied_heads(
     reference, _ = check(tmp_path / "single", model, "single")
     for weights, _ in workers2.run(check, tmp_path / "both", model, strategy):
         assert all(torch.equal(weights[name], reference[name]) for name in reference)
-
-
-@pytest.fixture(autouse=True)
-def _log_is_captured(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Also before another test of this process has let the logger propagate."""
-    logger = logging.getLogger("flextrain")
-    logger.addHandler(caplog.handler)
-    yield
-    logger.removeHandler(caplog.handler)
 
 
 def test_what_is_new_and_what_is_not_used_is_told(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +51,6 @@ def test_it_is_undone_and_says_that_it_is_on(tmp_path: Path, caplog: pytest.LogC
     from mmengine.runner import _flexible_runner
 
     theirs = _flexible_runner.FlexibleRunner
-    logging.getLogger("flextrain").propagate = True
     with caplog.at_level("WARNING", "flextrain"):
         made = patch()
     assert "flextrain.mmengine.patch() is on" in caplog.text
@@ -72,7 +70,6 @@ def test_classes_that_exist_are_named(caplog: pytest.LogCaptureFixture) -> None:
     class Own(Runner):
         pass
 
-    logging.getLogger("flextrain").propagate = True
     with caplog.at_level("WARNING", "flextrain"), patch():
         assert not issubclass(Own, Runner)  # this module's name is flextrain's meanwhile
     assert "Own was derived from MMEngine's runner before" in caplog.text
@@ -97,7 +94,6 @@ def test_modules_that_are_imported_meanwhile_get_the_originals_back(
     (tmp_path / "gone_early.py").write_text(LATE)
     monkeypatch.syspath_prepend(tmp_path)
     gone: Any = importlib.import_module("gone_early")
-    logging.getLogger("flextrain").propagate = True
     with patch():
         late: Any = importlib.import_module("imported_late")
         assert issubclass(late.Runner, FlexibleRunner)

@@ -431,8 +431,7 @@ def test_workers_that_overtake_each_other_are_refused_in_training(built: bool) -
 
 
 @pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logging.getLogger("flextrain"), "propagate", True)
+def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.INFO, logger="flextrain")
     return caplog
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -113,17 +112,53 @@ def test_metrics_become_plain_numbers() -> None:
     assert metric.evaluate() == {"v/one": 2.0, "v/many": [0, 1, 2], "v/text": "x", "v/numpy": 3}
 
 
-def test_a_metric_without_results_warns(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("flextrain"), "propagate", True)
+def test_a_metric_without_results_warns(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING", logger="flextrain")
     assert PerBatch().evaluate()["results"] == 0
     assert {*caplog.messages} == {"PerBatch: got no results, process() appended nothing to self.results"}
+
+
+def test_repeated_samples_that_cannot_be_dropped_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Of results of whole batches nobody can say which are those of repeated samples."""
+    metric, alike = PerBatch(), PerBatch()
+    for _ in range(2):
+        metric.results += [4, 2]
+        alike.results += [1] * 5
+        assert metric.evaluate(5)["results"] == 2
+        assert alike.evaluate(5)["results"] == 5
+    (said,) = caplog.messages
+    assert said.startswith(
+        "PerBatch: has 2 results for 5 samples, so those that the sampler repeats to make all processes"
+    )
 
 
 def test_two_metrics_of_one_name(tmp_path: Path) -> None:
     parts = validation(4) | dict(val_evaluator=[dict(type=PerBatch), dict(type=PerBatch)])
     with pytest.raises(ConfigError, match=r'^evaluator: two metrics are called "results", give one a prefix$'):
         evaluate(tmp_path, **parts)
+
+
+@pytest.mark.parametrize("name", ["time", "data_time", "step"])
+def test_names_of_the_log_s_own_figures(tmp_path: Path, name: str) -> None:
+    """A metric called time was averaged with seconds, an output called lr with the learning rate; others were replaced."""
+
+    class Timed(PerBatch):
+        def compute_metrics(self, results: list[int]) -> dict[str, Any]:
+            return {name: 3.0}
+
+    parts = validation(4) | dict(val_evaluator=Timed)
+    with pytest.raises(ConfigError, match=f'^evaluator: a metric is called "{name}", as a figure of the log is'):
+        make_runner(tmp_path, **parts).train()
+    parts["val_evaluator"] = dict(type=Timed, prefix="own")
+    assert evaluate(tmp_path / "prefix", **parts) == {f"own/{name}": 3.0}
+
+    class Telling(Net):
+        def forward(self, *given: Any, **named: Any) -> Any:
+            return super().forward(*given, **named) | {name: torch.tensor(5.0)}
+
+    runner = make_runner(tmp_path / "outputs", model=Telling)
+    with pytest.raises(ConfigError, match=f'^model: gives "{name}" to the log, which has a figure of its own'):
+        runner.train()
 
 
 def test_evaluators_in_every_spelling() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -51,6 +51,49 @@ def test_names_and_numbers_of_priorities() -> None:
             get_priority(wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match='did you mean "NORMAL"'):
         get_priority("NORMALL")
+
+
+class AnyOrder(Hook):
+    """Takes the arguments of hook points as they may be written for MMEngine, which gives them by name."""
+
+    seen: ClassVar[list[Any]] = []
+
+    def before_train_iter(self, runner: Any, **named: Any) -> None:  # type: ignore[override]
+        self.seen.append(named)
+
+    def after_train_iter(self, runner: Any, outputs: Any = None, data_batch: Any = None, batch_idx: Any = 0) -> None:  # type: ignore[override]
+        self.seen.append((batch_idx, data_batch, outputs))
+
+    def before_val_iter(self, runner: Any, number: int, batch: Any) -> None:  # type: ignore[override]
+        self.seen.append((number, batch))
+
+    def after_val_iter(self, *given: Any, **named: Any) -> None:  # type: ignore[override]
+        self.seen.append((given, named))
+
+    def after_test_iter(self, runner: Any, data_batch: Any, *, outputs: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.seen.append((batch_idx, data_batch, outputs))
+
+
+def test_arguments_come_by_name_where_their_order_is_another() -> None:
+    runner, dispatcher = object(), HookDispatcher([AnyOrder()])
+    for point in ("before_train_iter", "after_train_iter", "before_val_iter", "after_val_iter", "after_test_iter"):
+        values: dict[str, Any] = {"batch_idx": 3, "data_batch": "batch", "outputs": "outputs"}
+        if point.startswith("before"):
+            del values["outputs"]
+        dispatcher[point][0](runner, *values.values())
+        if point not in ("before_val_iter", "after_val_iter"):
+            dispatcher.call(point, runner, **values)  # type: ignore[arg-type]
+    whole = (3, "batch", "outputs")
+    assert AnyOrder.seen == [
+        {"batch_idx": 3, "data_batch": "batch"},
+        {"batch_idx": 3, "data_batch": "batch"},
+        whole,
+        whole,
+        (3, "batch"),
+        ((runner, *whole), {}),
+        whole,
+        whole,
+    ]
 
 
 def test_a_point_that_nobody_overrides_is_empty() -> None:

@@ -94,13 +94,18 @@ def test_tensorboard_gets_numbers_by_name_and_step(tmp_path: Path) -> None:
     reporter.on_scalars({"lost": 1.0}, step=0, mode="train")
     reporter.on_start({"lr": 0.1})
     reporter.on_scalars({"loss": 1.5, "name": "text"}, step=10, mode="train")
-    reporter.on_scalars({"accuracy": 0.5}, step=1, mode="val")
+    reporter.on_scalars({"accuracy": 0.5, "loss": 2.0, "time": 0.1}, step=1, mode="val")
+    reporter.on_scalars({"accuracy": 0.5, "f1": 0.5}, step=20, mode="train")
+    reporter.on_scalars({"accuracy": 0.25, "f1": 0.5}, step=2, mode="test")
     reporter.close()
     reporter.close()
     events = accumulator.EventAccumulator(str(tmp_path / "tb")).Reload()
-    assert sorted(events.Tags()["scalars"]) == ["accuracy", "loss"]
+    # What training has by the iteration and an evaluation by the epoch is not one chart.
+    apart = ["test/accuracy", "test/f1", "val/loss", "val/time"]
+    assert sorted(events.Tags()["scalars"]) == ["accuracy", "f1", "loss", *apart]
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(10, 1.5)]
-    assert [(event.step, event.value) for event in events.Scalars("accuracy")] == [(1, 0.5)]
+    assert [(event.step, event.value) for event in events.Scalars("accuracy")] == [(1, 0.5), (20, 0.5)]
+    assert [(event.step, event.value) for event in events.Scalars("val/loss")] == [(1, 2.0)]
 
 
 def test_wandb_goes_on_with_its_run_after_close(tmp_path: Path, stub: Callable[[str], list[Any]]) -> None:

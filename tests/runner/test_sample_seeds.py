@@ -288,9 +288,33 @@ def test_a_sample_that_stops_is_not_the_end_of_the_data(options: dict[str, Any])
         rows(data(None, loader=DataLoader(Noisy(), batch_size=4, collate_fn=ends_inside, **options)), 0)
 
 
-def test_a_collate_function_that_stops_is_not_the_end_of_a_stream() -> None:
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        rows(data(Tosses(), collate_fn=ends_inside), 0)
+class Placed(IterableDataset[int]):
+    """A stream with a state of its own."""
+
+    place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.place < 12:
+            self.place += 1
+            yield self.place
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "options"),
+    [(0, {}), (0, {"batch_size": None}), pytest.param(1, {}, marks=pytest.mark.processes)],
+)
+@pytest.mark.parametrize("kind", ["Tosses", "Placed"])
+def test_a_collate_function_that_stops_is_not_the_end_of_a_stream(kind: str, workers: int, options: Any) -> None:
+    if kind == "Placed" and workers:
+        pytest.importorskip("torchdata")
+    with pytest.raises(DataError, match=r"ends_inside: raised StopIteration, as next\(\) does at an end"):
+        rows(data(globals()[kind](), collate_fn=ends_inside, num_workers=workers, **options), 0)
 
 
 # Orders that are not flextrain's

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler, Subset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Subset, SubsetRandomSampler
 
 from flextrain import CheckpointError, ConfigError
 from flextrain.data import Mixture, PackedTokens
@@ -23,7 +23,7 @@ from flextrain.runner.data.streams.packing import GROUP
 from flextrain.testing import WorkerGroup
 
 from .test_elastic import on, setting, train
-from .training import DDP, refuses
+from .training import DDP, make_runner, refuses, validation
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -304,6 +304,7 @@ def changed_orders(files: Path) -> dict[str, tuple[Any, Any]]:
         "repeated": tuple(dict(type="RepeatDataset", times=2, dataset=each) for each in (second, {**second, "local_shuffle": 3})),
         "subset": (Subset(samples, range(18)), Subset(samples, range(1, 19))),
         "rows": tuple(rows_of(samples).select(range(at, at + 18)).shuffle(seed=at) for at in (0, 1)),
+        "same rows": (rows_of(samples), rows_of([*samples[:9], *samples[15:], *samples[9:15]])),
     }  # type: ignore[return-value]  # fmt: skip
 
 
@@ -321,7 +322,9 @@ def rows_of(samples: list[Any]) -> Any:
     return pytest.importorskip("datasets").Dataset.from_list(samples).with_format("torch")
 
 
-@pytest.mark.parametrize("name", ["blocks", "row groups", "one after the other", "repeated", "subset", "rows"])
+@pytest.mark.parametrize(
+    "name", ["blocks", "row groups", "one after the other", "repeated", "subset", "rows", "same rows"]
+)
 def test_a_changed_order_is_refused_in_the_middle_of_a_pass(files: Path, tmp_path: Path, name: str) -> None:
     """Samples would be lost, and others come twice."""
     before, after = changed_orders(files)[name]
@@ -337,13 +340,22 @@ def test_a_changed_order_is_refused_in_the_middle_of_a_pass(files: Path, tmp_pat
     on(None, tmp_path / "run", given(before))
 
 
-def on_own_choice(folder: str) -> str:
-    """A run whose processes have drawn other samples of the same data."""
+def on_own_choice(folder: str, name: str, kind: str, more: int = 0) -> str:
+    """A run whose processes have drawn other samples of the same data, as random_split does without a generator."""
     rank = int(os.environ["RANK"])
-    given = setting(4, 2)
-    given["train_dataloader"]["dataset"] = Subset([as_sample(value) for value in range(24)], range(rank, 20 + rank))
+    own = Subset([as_sample(value) for value in range(24)], range(rank, 20 + rank * (1 + more)))  # type: ignore[arg-type]
+    given = setting(4, 2) | validation()
+    given |= {f"test_{key}": given[f"val_{key}"] for key in ("dataloader", "cfg", "evaluator")}
+    given[name]["dataset"] = own
+    if kind != "config":
+        sampler: Any = (
+            DistributedSampler(own, 2, rank) if kind == "DistributedSampler" else SubsetRandomSampler(range(20))
+        )
+        given[name] = dict(loader=DataLoader(own, batch_size=2, sampler=sampler), shard=True)
+    runner = make_runner(folder, **{**given, "strategy": DDP})
     with pytest.raises(ConfigError) as error:
-        train(folder, {**given, "strategy": DDP})
+        _ = runner.test() if name == "test_dataloader" else runner.train()
+    runner.strategy.leave()
     return str(error.value)
 
 
@@ -356,11 +368,29 @@ def on_own_files(folder: str, files: str, until: int | None) -> Any:
 
 
 @pytest.mark.distributed
-def test_data_that_each_process_chose(files: Path, tmp_path: Path, workers2: WorkerGroup) -> None:
-    """Other samples of one dataset are refused, files of its own are not: neither at the beginning, nor after resuming."""
-    said = workers2.run(on_own_choice, str(tmp_path / "choice"))
-    assert "is Subset of 20 samples (" in said[0]
+@pytest.mark.parametrize(
+    ("name", "kind", "more"),
+    [
+        ("train_dataloader", "config", 0),
+        ("train_dataloader", "DistributedSampler", 0),
+        ("val_dataloader", "config", 0),
+        ("val_dataloader", "DistributedSampler", 1),
+        ("test_dataloader", "SubsetRandomSampler", 0),
+    ],
+)
+def test_samples_that_each_process_chose(
+    tmp_path: Path, workers2: WorkerGroup, name: str, kind: str, more: int
+) -> None:
+    """Other samples of one dataset are refused."""
+    said = workers2.run(on_own_choice, str(tmp_path), name, kind, more)
+    is_other = "has 20 to 21 samples depending on the process" if more else "is Subset of 20 samples ("
+    assert said[0].startswith(f"{name}.dataset: {is_other}")
     assert said[0] == said[1]
+
+
+@pytest.mark.distributed
+def test_files_that_each_process_has(files: Path, tmp_path: Path, workers2: WorkerGroup) -> None:
+    """Files of its own are not refused: neither at the beginning, nor after resuming."""
     for rank in range(2):
         lines = range(100 * rank, 100 * rank + 12)
         (files / f"own{rank}.jsonl").write_text("".join(f"{value}\n" for value in lines))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -346,8 +345,7 @@ def test_a_models_own_weight_stays() -> None:
 
 
 @pytest.mark.parametrize("batch", [[torch.ones(1)], {"input_ids": torch.ones(1)}, {"labels": torch.ones(3)}])
-def test_what_cannot_be_counted_counts_once(batch: Any, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
-    monkeypatch.setattr(logging.getLogger("flextrain"), "propagate", True)
+def test_what_cannot_be_counted_counts_once(batch: Any, caplog: pytest.LogCaptureFixture) -> None:
     count = TokenCount(True)
     assert [count(batch), count(batch), count(labels([1, 2]))] == [1, 1, 1]
     assert len({id(record) for record in caplog.records}) == 1
