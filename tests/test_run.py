@@ -37,7 +37,7 @@ from flextrain.core.base.events import (
 )
 from flextrain.core.torch_compat.torch_private import watched_agent
 from flextrain.elastic.command_line import DEFAULT_RESTARTS, OPTIONS, OWN, misplaced, read_options
-from flextrain.elastic.launching import Supervisor, _parsed, summary
+from flextrain.elastic.launching import Supervisor, _parsed, signals_as_they_came, summary
 from flextrain.elastic.starts import Fault, History, failure_elsewhere, failure_of
 
 # Options
@@ -419,7 +419,7 @@ def test_a_signal_in_torchs_timing_stays_a_signal(monkeypatch: pytest.MonkeyPatc
         raise SignalException("came", signal.SIGTERM)
 
     monkeypatch.setattr(metrics_api, "time", SimpleNamespace(time=come))
-    with pytest.raises(SignalException), watched_agent(Supervisor("", Path())):
+    with pytest.raises(SignalException), signals_as_they_came():
         metrics_api.prof(lambda: None)()
 
 

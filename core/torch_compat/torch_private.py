@@ -705,10 +705,6 @@ def watched_agent(watcher: WatchesAgent) -> Iterator[None]:
     launcher.LocalElasticAgent = Agent
     try:
         yield
-    except UnboundLocalError as error:  # in torch's timing of a method, if a signal comes before it looks at the clock
-        if isinstance(error.__context__, SignalException):
-            raise error.__context__ from None
-        raise
     finally:
         launcher.LocalElasticAgent = torchs
 

@@ -210,7 +210,7 @@ def launch_and_watch(options: Options) -> tuple[int, str, Supervisor]:
     with tempfile.TemporaryDirectory(prefix="flextrain-run-") as folder:
         watcher = Supervisor(options.work_dir, Path(folder), options.alive_file)
         try:
-            with watched_agent(watcher):
+            with watched_agent(watcher), signals_as_they_came():
                 torchrun.run(arguments)  # type: ignore[no-untyped-call]
         except SignalException as error:
             if watcher.left_out:
@@ -248,6 +248,19 @@ def launch_and_watch(options: Options) -> tuple[int, str, Supervisor]:
         how = watcher.how_it_ended()
         watcher.ended("ended", reason=how, status=0)
         return 0, how, watcher
+
+
+@contextmanager
+def signals_as_they_came() -> Iterator[None]:
+    """Context in which a signal that comes before torch looks at the clock, in its timing of a method, stays a SignalException."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    try:
+        yield
+    except UnboundLocalError as error:
+        if isinstance(error.__context__, SignalException):
+            raise error.__context__ from None
+        raise
 
 
 def _not_found(error: Exception) -> LaunchError:

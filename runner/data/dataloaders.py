@@ -293,9 +293,11 @@ class TrainData:
         Raises:
             ConfigError: a sampler splits the dataset, and its length differs between processes.
         """
-        if is_alone() or self._has_compared:
-            return
-        self._has_compared = True
+        if not is_alone() and not self._has_compared:
+            self._has_compared = True
+            self._compare(timeout_s, topology)
+
+    def _compare(self, timeout_s: float | None, topology: Topology | None) -> None:
         own = (length_of(self.dataset), self._own_length, self._is_even, self.keeps_position)
         is_needed = checks.needs_same_data(self.loader, self._shard)
         begin = None if self._divided is None else self._divided.begin(order_seed(self.seed, 0))

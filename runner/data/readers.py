@@ -55,7 +55,7 @@ _END = object()
 
 _logger = logging.getLogger("flextrain")
 _MOST_HELD, _MOST_ITEMS = 2_000, 100
-_LARGEST_ARRAY = 2**24  # bytes
+_LARGEST_ARRAY = 2**20  # bytes; they are copied in every epoch
 _VALUES = (str, bytes, int, float, bool)
 
 

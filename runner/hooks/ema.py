@@ -373,8 +373,8 @@ class EMAHook(Follows):
             self._average.swap_in()
             _refresh(runner)
 
-    def _come_back(self, runner: Run) -> None:
-        """Put the averages into the model again, after a save."""
+    def after_save_checkpoint(self, runner: Run) -> None:
+        """Put the averages into the model again, if they made way for the model's own weights."""
         if self._made_way:
             self._made_way = False
             self._swap_in(runner)

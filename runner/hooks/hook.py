@@ -31,6 +31,7 @@ HOOK_POINTS: dict[str, tuple[str, ...]] = {
     },
     "on_exception": (),
     "before_save_checkpoint": (),
+    "after_save_checkpoint": (),
     "after_load_checkpoint": (),
 }
 """Each hook point with the group forms that it falls back to."""
@@ -153,6 +154,9 @@ class Hook:
         It also holds ``meta``, ``message_hub``, ``state_dict`` and, where they are saved, ``optimizer`` and
         ``param_schedulers``; ``SavedView`` says which of them may be changed. The weights are the live ones.
         """
+
+    def after_save_checkpoint(self, runner: Any) -> None:
+        """On every process, once a checkpoint's tensors are copied, though files may still be written; also if training goes on without it."""
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """On every process, after resuming; ``checkpoint`` holds ``meta`` and what hooks added when it was saved."""

@@ -335,10 +335,10 @@ def save(
         finite=keys_to_keep_finite(runner, state),
         timeout_s=float(strategy.config.timeout_s),
     )
-    if in_background:
-        return save_in_background(path, state, logs_failure=logs_failure, **options)
-    save_checkpoint(path, state, **options)
-    return None
+    write: Any = partial(save_in_background, logs_failure=logs_failure) if in_background else save_checkpoint
+    written = write(path, state, **options)
+    runner.call_hook("after_save_checkpoint")
+    return written if in_background else None
 
 
 _TOLD: WeakSet[Any] = WeakSet()

@@ -123,26 +123,24 @@ class Saver:
                 ``on_error`` of that save is "raise".
         """
         self.finish()
-        run, began = self._run, time.monotonic()
-        self._at = run.train_loop.state_dict()["iter"] or 0
-        self._goes_on, options["logs_failure"] = on_error == "continue", on_error != "continue"  # the warning says it
+        began = time.monotonic()
+        self._at = self._run.train_loop.state_dict()["iter"] or 0
+        self._goes_on = on_error == "continue"
         is_whole = options.get("save_optimizer", True) and options.get("save_param_scheduler", True)
-        is_whole = is_whole and path.parent != run.fast_checkpoint_dir  # the run may come back on another machine
-        self._begun = (path, run.train_loop.state_dict()) if is_whole else None
-        failed: CheckpointError | None = None
+        is_whole = is_whole and path.parent != self._run.fast_checkpoint_dir  # the run may come back on another machine
+        self._begun = (path, self._run.train_loop.state_dict()) if is_whole else None
+        options["logs_failure"] = not self._goes_on  # the warning says it
         try:
-            self._pending = run_state.save(run, path, in_background=in_background, staging=self._staging, **options)
+            self._pending = run_state.save(
+                self._run, path, in_background=in_background, staging=self._staging, **options
+            )
         except CheckpointError as error:
-            failed = error
+            self._note_failed(path, error)
+        else:
+            if not in_background:
+                self._note_saved(path)
         finally:
             self.seconds += time.monotonic() - began
-        if failed is None or isinstance(failed, StorageError):  # else a process may be missing
-            for hook in run.hooks:
-                getattr(hook, "_come_back", bool)(run)
-        if failed is not None:
-            self._note_failed(path, failed)
-        elif not in_background:
-            self._note_saved(path)
 
     def finish(self, wait: bool = True) -> bool:
         """Return True if no save is in progress; with ``wait``, wait for it first.
@@ -190,6 +188,7 @@ class Saver:
             self.failed.add(path)
             raise error
         self.failed.go_on(self._run, path, error)
+        self._run.call_hook("after_save_checkpoint")
 
     def _note_saved(self, path: Path) -> None:
         """Record whether the checkpoint that is now complete is marked; every process knows the result."""
@@ -294,8 +293,6 @@ def export_model(run: Run, folder: Path, options: Mapping[str, Any]) -> list[Pat
     with ExitStack() as stack:
         told_by_rank_0(lambda: _begin(stack, folder, weights, options))
         run_state.save(run, weights, save_optimizer=False, save_param_scheduler=False, is_export=True)
-        for hook in run.hooks:
-            getattr(hook, "_come_back", bool)(run)
         return told_by_rank_0(lambda: _write(weights, folder, options))
 
 
