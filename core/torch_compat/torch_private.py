@@ -709,11 +709,9 @@ def watched_agent(watcher: WatchesAgent) -> Iterator[None]:
         launcher.LocalElasticAgent = torchs
 
 
-# Marks: states of torch's generator on the CPU that stand for a state which is not computed yet.
-# The layout of a state is private: the seed (8 bytes), three counters (16 bytes), the 624 words (8 bytes each), a
-# spare normal number. It was checked with torch 2.6 and 2.15. A mark has the state's seed, and words that no seeding
-# gives.
-
+# Marks: states of torch's generator on the CPU that stand for a state which is not computed yet. The layout of a state is private:
+# the seed (8 bytes), three counters (16 bytes), the 624 words (8 bytes each), a spare normal number. It was checked with torch 2.6
+# and 2.15. A mark has the state's seed, and words that no seeding gives.
 
 _WORDS = slice(24, 24 + 8 * 5)
 _NAME = (0x9E3779B9, 0x7F4A7C15, 0xBF58476D, 0x1CE4E5B9)
