@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import weakref
@@ -16,6 +17,7 @@ from ..core.base.errors import StrategyError
 from ..core.base.tensors import has_memory, parts_of
 from ..core.device.precision import running_statistics
 from ..core.torch_compat.torch_private import has_values, storage_key, tables_of, version_of
+from ..optim.param_groups import DefaultOptimWrapperConstructor, settings_by_name
 
 _logger = logging.getLogger("flextrain")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -54,6 +56,27 @@ class Replaced:
                 before.detach().fill_(math.nan)
             if type(before) is nn.Parameter:
                 before.__class__ = type("Replaced", (_Gone,), {"name_in_model": name, "by": strategy})
+
+
+def settings_given(optim: Any, model: nn.Module) -> dict[str, dict[str, str]]:
+    """Return the settings that constructors of the user's give the parameters of ``model``, by wrapper and name."""
+    parts, found = {"": model, **dict(model.named_children())}, {}
+    for name, wrapper in optim.wrappers.items() if optim is not None else ():
+        if name in parts and type(wrapper._recipe.constructor) is not DefaultOptimWrapperConstructor:
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # one that looks at values, without memory
+                found[name] = settings_by_name(wrapper._recipe, parts[name])
+    return found
+
+
+def refuse_other_settings(optim: Any, model: nn.Module, before: Mapping[str, Mapping[str, str]], strategy: str) -> None:
+    """Raise StrategyError if a constructor gives a parameter other settings than ``before``, when it was another object."""
+    for wrapper, settings in settings_given(optim, model).items() if any(before.values()) else ():
+        for name, text in settings.items():
+            if before.get(wrapper, {}).get(name, text) != text:
+                raise StrategyError(
+                    f"{optim.wrappers[wrapper].where}.constructor: {name} has other settings than before {strategy} replaced the model's "
+                    "parameters; decide by names and modules, and not by parameters, or their id(), that were kept from before"
+                )
 
 
 def _same(parameter: nn.Parameter) -> nn.Parameter:

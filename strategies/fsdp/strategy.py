@@ -51,7 +51,7 @@ from ..config import ANY_DEVICE, Needs
 from ..divided import register_divided
 from ..gathering_order import Together, UnitOrder, message_group
 from ..gradient_hooks import OwnMeans, StepsInTime, draw_alike
-from ..lost_writes import Replaced, watch_forward
+from ..lost_writes import Replaced, refuse_other_settings, settings_given, watch_forward
 from ..noted import Arranged, is_subclass
 from ..parts import choices, construct, explain, prepare_whole
 from ..parts.advice import explain_dtypes
@@ -319,9 +319,10 @@ class FSDPStrategy(Strategy):
     def setup(self, model: nn.Module, optim: Optim | None = None) -> tuple[nn.Module, Optim | None]:
         """See Strategy."""
         self._without_memory.note(model)
-        replaced = Replaced(model)
+        replaced, given = Replaced(model), settings_given(optim, model)
         called, optim = super().setup(model, optim)
         replaced.refuse(self.module, type(self).__name__)
+        refuse_other_settings(optim, self.module, given, type(self).__name__)
         await_values(self, self._without_memory.left_at_zero)
         wrappers = [*optim.wrappers.values()] if optim is not None else []
         own_of = [[p for group in wrapper.param_groups for p in group["params"]] for wrapper in wrappers]

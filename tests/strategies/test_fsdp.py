@@ -23,6 +23,7 @@ from flextrain import (
     AmpOptimWrapper,
     BaseModel,
     ConfigError,
+    DefaultOptimWrapperConstructor,
     FSDPStrategy,
     OptimWrapper,
     OptimWrapperDict,
@@ -789,6 +790,56 @@ def test_parameters_outside_of_forward_are_explained() -> None:
         "parameters are sharded while the model is not called: call it"
     )
     assert explain(FSDPStrategy(), RuntimeError("out of memory")) is None
+
+
+class KeepsIds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.slow = {id(parameter) for parameter in self.body.parameters()}
+
+
+class ByIds(DefaultOptimWrapperConstructor):
+    """Gives parameters that it knows from before a smaller learning rate; ``now``: it looks which they are."""
+
+    now = False
+
+    def add_params(self, params: Any, module: Any, prefix: str = "", is_dcn_module: Any = None) -> None:
+        slow = {id(parameter) for parameter in module.body.parameters()} if self.now else module.slow
+        params += [dict(params=[p], lr=0.01 if id(p) in slow else 0.1) for p in module.parameters()]
+
+
+class ByIdsNow(ByIds):
+    now = True
+
+
+class ByValues(ByIds):
+    """Looks at values, which a model has on the meta device only later."""
+
+    def add_params(self, params: Any, module: Any, prefix: str = "", is_dcn_module: Any = None) -> None:
+        params += [dict(params=[p], lr=0.01 if float(p.detach().norm()) > 1 else 0.1) for p in module.parameters()]
+
+
+def grouped(kind: type) -> str:
+    """In a worker: what set-up says of a constructor."""
+    strategy = FSDPStrategy(device="cpu")
+    strategy.join()
+    try:
+        with strategy.building():
+            model = KeepsIds()
+        strategy.setup(model, OptimWrapper(dict(type="SGD", lr=0.1), constructor=kind))
+        return ""
+    except StrategyError as error:
+        return str(error)
+    finally:
+        strategy.leave()
+
+
+@pytest.mark.parametrize("kind", [ByIds, ByIdsNow, ByValues])
+def test_groups_of_parameters_known_from_before_are_refused(workers2: WorkerGroup, kind: type) -> None:
+    refused = "optim_wrapper.constructor: body.weight has other settings than before FSDPStrategy replaced the model's parameters"
+    for found in workers2.run(grouped, kind):
+        assert found.startswith(refused) if kind is ByIds else not found
 
 
 def test_a_part_in_float32_is_explained_where_parameters_are_cast() -> None:
