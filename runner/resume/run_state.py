@@ -337,7 +337,8 @@ def save(
     )
     write: Any = partial(save_in_background, logs_failure=logs_failure) if in_background else save_checkpoint
     written = write(path, state, **options)
-    runner.call_hook("after_save_checkpoint")
+    if runner.hook_calls["after_save_checkpoint"]:  # an Engine has no hooks
+        runner.call_hook("after_save_checkpoint")
     return written if in_background else None
 
 
