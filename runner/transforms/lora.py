@@ -71,7 +71,10 @@ class LoRA:
                 meant = _ELSEWHERE.get(key)
                 hint = f', did you mean "{meant}"?' if meant else suggest(key, {*known, "adapter_name"} - {*_FILLED_IN})
                 raise ConfigError(f"{where}.{key}: unknown key{hint}")
-            _check(key, value, where)
+            if (
+                value != [] or key != "target_modules" or not options.get("target_parameters")
+            ):  # adapters for these alone
+                _check(key, value, where)
         self._config()
 
     @property
@@ -127,10 +130,12 @@ class LoRA:
         return found
 
     def _check_targets(self, module: nn.Module) -> None:
-        """Raise ConfigError for a target that no module has: peft says it only if none of the targets fits."""
-        names = [name for name, _ in module.named_modules() if name]
-        last = {name.rpartition(".")[2] for name in names}
-        for key in ("target_modules", "modules_to_save", "exclude_modules"):
+        """Raise ConfigError for a target that is not there: peft says it only if none of the targets fits."""
+        modules = [name for name, _ in module.named_modules() if name]
+        parameters = [name for name, _ in module.named_parameters()]
+        for key in ("target_modules", "modules_to_save", "exclude_modules", "target_parameters"):
+            names, what = (parameters, "parameter") if key == "target_parameters" else (modules, "module")
+            last = {name.rpartition(".")[2] for name in names}
             given = self.options.get(key)
             if isinstance(given, str):
                 if given != _ALL and not any(re.fullmatch(given, name) for name in names):
@@ -140,7 +145,7 @@ class LoRA:
                 if not any(name == target or name.endswith(f".{target}") for name in names):
                     near = nearest(target, {*last, *names})
                     hint = f', did you mean "{near}"?' if near else f"; the model has {_some(last)}"
-                    raise ConfigError(f'{self._where}.{key}: the model has no module "{target}"{hint}')
+                    raise ConfigError(f'{self._where}.{key}: the model has no {what} "{target}"{hint}')
 
     def _check_patterns(self, changed: nn.Module) -> None:
         """Raise ConfigError for a pattern of ranks or scales that fits no adapter: peft leaves it without effect."""
@@ -193,8 +198,8 @@ def _check(key: str, value: Any, where: str) -> None:
         allowed = 'choose "none", "all" or "lora_only"'
     elif key in ("target_modules", "exclude_modules") and not _is_names(value, text=True):
         allowed = "give names of modules, or a regular expression"
-    elif key == "modules_to_save" and not _is_names(value):
-        allowed = "give names of modules"
+    elif key in ("modules_to_save", "target_parameters") and not _is_names(value):
+        allowed = f"give names of {'modules' if key == 'modules_to_save' else 'parameters'}"
     elif key in ("rank_pattern", "alpha_pattern") and not isinstance(value, Mapping):
         allowed = "give a dict by names of modules"
     if allowed:

@@ -607,6 +607,11 @@ WRONG: list[tuple[Any, str]] = [
     ),
     ([lora(target_modules="x.*")], 'transforms[0].target_modules: "x.*" matches no module'),
     (
+        [lora(target_modules=[], target_parameters=["first.weight", "first.wight"])],
+        'transforms[0].target_parameters: the model has no parameter "first.wight", did you mean "first.weight"?',
+    ),
+    ([lora(target_modules=[])], "transforms[0].target_modules: [] is not allowed, give names of modules"),
+    (
         [lora(target_modules="0,1")],
         'transforms[0].target_modules: "0,1" matches no module, it is a regular expression of whole names; give a list, ["0", "1"]',
     ),
