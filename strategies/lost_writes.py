@@ -71,8 +71,9 @@ def settings_given(optim: Any, model: nn.Module) -> dict[str, dict[str, str]]:
 def refuse_other_settings(optim: Any, model: nn.Module, before: Mapping[str, Mapping[str, str]], strategy: str) -> None:
     """Raise StrategyError if a constructor gives a parameter other settings than ``before``, when it was another object."""
     for wrapper, settings in settings_given(optim, model).items() if any(before.values()) else ():
-        for name, text in settings.items():
-            if before.get(wrapper, {}).get(name, text) != text:
+        given = before.get(wrapper, {})
+        for name, text in settings.items() if given.keys() == settings.keys() else ():  # else of a stage
+            if given[name] != text:
                 raise StrategyError(
                     f"{optim.wrappers[wrapper].where}.constructor: {name} has other settings than before {strategy} replaced the model's "
                     "parameters; decide by names and modules, and not by parameters, or their id(), that were kept from before"

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,15 @@ def test_the_end_of_training_waits_and_raises(tmp_path: Path, monkeypatch: pytes
     assert find_latest(tmp_path) == tmp_path / "epoch_3"
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C as in a program: sessions of pytest-xdist ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("call", ["train", "close"])
 def test_ctrl_c_in_the_wait_for_it_leaves_the_checkpoint_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str

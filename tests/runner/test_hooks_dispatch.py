@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from flextrain import ConfigError, FlexibleRunner, Hook
+from flextrain.core.checkpoint import Checkpoint, find_latest
 from flextrain.runner.hooks import (
     DEFAULT_HOOKS,
     POINTS,
@@ -262,6 +264,36 @@ def test_a_function_that_a_hook_is_given_is_called(new_run: Callable[..., Flexib
     hook.after_train_iter = lambda *args: seen.append(args[1])  # type: ignore[method-assign]
     runner.train()
     assert seen == list(range(10))
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_save_is_between_its_two_points(new_run: Callable[..., FlexibleRunner], async_save: bool) -> None:
+    log: list[tuple[str, float]] = []
+
+    class Doubles(Hook):
+        """Has other weights in the checkpoint than in the model."""
+
+        def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+            self.scale(runner, 2)
+
+        def after_save_checkpoint(self, runner: Any) -> None:
+            self.scale(runner, 0.5)
+            log.append(("after", next(runner.model.parameters()).sum().item()))
+
+        @staticmethod
+        def scale(runner: Any, by: float) -> None:
+            with torch.no_grad():
+                next(runner.model.parameters()).mul_(by)
+
+    checkpoint = dict(type="CheckpointHook", interval=1, async_save=async_save)
+    run = new_run(custom_hooks=[Doubles()], default_hooks=dict(checkpoint=checkpoint))
+    run.train()
+    name, weight = next((name, torch.zeros_like(one)) for name, one in run.model.named_parameters())
+    latest = find_latest(run.checkpoint_dir)
+    assert latest is not None
+    Checkpoint.open(latest).load({f"model.{name}": weight})
+    assert len(log) == run.epoch
+    assert weight.sum().item() == pytest.approx(2 * log[-1][1])
 
 
 def test_a_group_form_below_a_hook_that_defines_the_point(new_run: Callable[..., FlexibleRunner]) -> None:
