@@ -159,7 +159,7 @@ def test_masks_are_those_of_one_device(npu2: Any, plan: dict[str, str], model: s
 
 def drawn_beside_stages(options: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """In a worker: losses of stages that draw at other times than each other."""
-    assert test_tensor.own.MODELS["dropping"]
+    assert test_tensor.MODELS["dropping"]  # importing it has registered them
     with started({**MESH, "tp": 2, "pp": 2, "plan": MATRICES, **options}, "dropping", RECIPES["adamw"]) as session:
         trace = train(session.strategy, session.model, session.optim, data("dropping", RECIPES["adamw"], 2))
     assert of_dtensors._rng_tracker is None

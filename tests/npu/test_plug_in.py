@@ -106,7 +106,8 @@ def test_the_doctors_command_sees_the_simulated_npu(simulated_npu: Path) -> None
 @pytest.mark.deepspeed
 @pytest.mark.full
 def test_the_doctor_sees_what_deepspeed_lacks_on_an_npu(simulated_npu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor()[0]["DeepSpeedStrategy"] == (True, "on npu")
+    can, text = doctor()[0]["DeepSpeedStrategy"]
+    assert can and text.partition(";")[0] == "on npu"  # behind it, what state in files would need of the machine
     monkeypatch.delitem(VARIABLES, "ASCEND_HOME_PATH")
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
     strategies, found = doctor()

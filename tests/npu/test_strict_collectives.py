@@ -167,7 +167,7 @@ def test_nothing_has_arrived_before_somebody_waits(npu2: Any) -> None:
 
 def broadcast_by_a_stage() -> None:
     """In a worker: the first stage broadcasts to all processes, as torch does when a DTensor first draws there."""
-    assert test_tensor.own.MODELS["dropping"]
+    assert test_tensor.MODELS["dropping"]
     spec = {**MESH, "tp": 2, "pp": 2, "plan": MATRICES, "timeout_s": 10}
     with started(spec, "dropping", RECIPES["adamw"]) as session:
         if session.strategy.topology.axes["pp"][0] == 0:
