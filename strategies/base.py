@@ -409,7 +409,7 @@ class Strategy:
         if optim is not None:
             unchanged = noted.unchanged = AsAtSetup(lambda: self.module, self._arranged(), optim)
             for wrapper in optim.wrappers.values() if overrides(model, "train_step") else ():  # which may remove hooks
-                wrapper.register_backward_pre_hook(lambda _: unchanged.check_hooks(model.named_parameters()))
+                wrapper.register_backward_pre_hook(unchanged.checking_hooks(model))
             check_savable(self.module, left_out(self))
             noted.at_setup = tensor_names(self.module)
         if several:

@@ -330,13 +330,25 @@ class AsAtSetup:
         ):
             self._check_states()
 
-    def check_hooks(self, parameters: Iterable[tuple[str, nn.Parameter]] = ()) -> None:
-        """Raise StrategyError if a parameter has a new gradient hook, also one that stands now for a parameter of set-up."""
+    def checking_hooks(self, model: nn.Module) -> Callable[[Tensor], None]:
+        """Return a hook for an optimizer wrapper, which checks the parameters that stand in the model before every backward."""
+        tables = [tables_of(module)[0] for module in model.modules()]
+        return lambda _: self.check_hooks(tables)
+
+    def check_hooks(self, tables: Iterable[Mapping[str, nn.Parameter | None]] = ()) -> None:
+        """Raise StrategyError if a parameter has a new gradient hook, also one of ``tables``, that stands for a parameter of set-up."""
         if not self._arranged.hooked:
             return
+        standing = (parameter for table in tables for parameter in table.values() if parameter is not None)
+        parameters = chain((parameter for _, parameter in self._named), standing)
+        if not (hooked := [parameter for parameter in parameters if gradient_hooks(parameter)]):
+            return  # nearly always, and before every backward of a train_step
         known = {id(parameter): hooks for _, parameter, _, hooks in self._at_setup}
-        for name, parameter in chain(self._named, parameters):
+        for parameter in hooked:
             if gradient_hooks(parameter) > known.get(id(parameter), 0):
+                name = next(
+                    name for name, one in chain(self._named, self._module().named_parameters()) if one is parameter
+                )
                 raise StrategyError(
                     f"model.{name}: has a gradient hook that was registered after set-up, {self._arranged.hooked}"
                 )
