@@ -142,6 +142,9 @@ class _AsRun:
         """Where training stands."""
         return self
 
+    def call_hook(self, fn_name: str) -> None:
+        """There are none."""
+
     def state_dict(self) -> dict[str, int | None]:
         """As of a training loop at the beginning of an epoch."""
         return {"epoch": self._epoch, "iter": self.iter, "inner": 0, "left": None, "validated": self._validated}

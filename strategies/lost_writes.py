@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from ..core.base.tensors import has_memory, parts_of
 from ..core.device.precision import running_statistics
 from ..core.torch_compat.torch_private import has_values, storage_key, tables_of, version_of
 from ..optim.param_groups import DefaultOptimWrapperConstructor, settings_by_name
+
+if TYPE_CHECKING:
+    from ..optim.wrapper import OptimWrapper
 
 _logger = logging.getLogger("flextrain")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -58,13 +61,19 @@ class Replaced:
                 before.__class__ = type("Replaced", (_Gone,), {"name_in_model": name, "by": strategy})
 
 
+def settings_of(wrappers: Mapping[str, OptimWrapper], model: nn.Module) -> dict[str, dict[str, str]]:
+    """Return, for each wrapper, the settings that its constructor gives the parameters of ``model``, see ``settings_by_name``."""
+    parts = {"": model, **dict(model.named_children())}
+    return {name: settings_by_name(each._recipe, parts[name]) for name, each in wrappers.items() if name in parts}
+
+
 def settings_given(optim: Any, model: nn.Module) -> dict[str, dict[str, str]]:
-    """Return the settings that constructors of the user's give the parameters of ``model``, by wrapper and name."""
-    parts, found = {"": model, **dict(model.named_children())}, {}
+    """``settings_of`` constructors of the user's alone; without one that looks at values, which a model without memory lacks."""
+    found: dict[str, dict[str, str]] = {}
     for name, wrapper in optim.wrappers.items() if optim is not None else ():
-        if name in parts and type(wrapper._recipe.constructor) is not DefaultOptimWrapperConstructor:
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # one that looks at values, without memory
-                found[name] = settings_by_name(wrapper._recipe, parts[name])
+        if type(wrapper._recipe.constructor) is not DefaultOptimWrapperConstructor:
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                found |= settings_of({name: wrapper}, model)
     return found
 
 

@@ -114,8 +114,9 @@ _logger = logging.getLogger("flextrain")
 def append_event(work_dir: str | os.PathLike[str], event: str, **facts: Any) -> None:
     """Append ``{"time": seconds since 1970, "event": ..., **facts}`` as one line, with the ``job``; any process may do it at any time.
 
-    A line is written at once and by one call, so that lines of several processes do not mix. Storage that fails is logged as
-    a warning: an event never ends the run that it is about. What a full disk has cut off stays a line of its own.
+    A line is written at once and by one call, so that lines of several processes do not mix and a killed process leaves
+    none behind. Storage that fails is logged as a warning: an event never ends the run that it is about. What a full
+    disk has cut off stays a line of its own.
 
     Args:
         work_dir: the folder of ``events.jsonl``; it must exist.

@@ -156,7 +156,7 @@ class Hook:
         """
 
     def after_save_checkpoint(self, runner: Any) -> None:
-        """On every process, once a checkpoint's tensors are copied, though files may still be written; also if training goes on without it."""
+        """On every process, once a checkpoint's tensors are copied, though files may still be written; also if storage fails."""
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """On every process, after resuming; ``checkpoint`` holds ``meta`` and what hooks added when it was saved."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import torch
@@ -456,7 +456,9 @@ class Stepper:
             values = {name: value.clone() for name, value in values.items()}
         if "loss" not in values and (parts := [value for name, value in values.items() if "loss" in name]):
             parts = [part.to(self.strategy.device) for part in parts]
-            values["loss"] = sum(part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts)  # type: ignore[assignment]
+            values["loss"] = reduce(
+                torch.add, (part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts)
+            )
         return values
 
     def merge_with(self, model: BaseTTAModel | None) -> None:

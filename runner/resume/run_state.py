@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ...core.base.errors import CheckpointError, ConfigError, FlexTrainError, StrategyError, counted
+from ...core.base.errors import CheckpointError, ConfigError, FlexTrainError, StorageError, StrategyError, counted
 from ...core.base.events import job
 from ...core.base.overriding import overridden
 from ...core.base.tensors import nonfinite, parts_of, replica_of
@@ -308,9 +308,7 @@ def save(
     # The averages of a buffer are saved by the process that saves the buffer.
     if others := {name for name, _ in strategy.module.named_buffers() if not saves(strategy, name)}:
         state = {key: value for key, value in state.items() if averaged_name(key) not in others}
-    own: dict[str, Any] = {"rng": rng_state(strategy.device)}
-    if data is not None:
-        own["loader"] = data.loader_state()
+    own = {"rng": rng_state(strategy.device), **({} if data is None else {"loader": data.loader_state()})}
     Participants(f"{path}: could not be saved").meet(path.name, float(strategy.config.timeout_s))
     if strategy.config.exclude_frozen_parameters and not is_export and (prints := fingerprints_of_left_out(strategy)):
         state[LEFT_OUT] = prints
@@ -336,9 +334,12 @@ def save(
         timeout_s=float(strategy.config.timeout_s),
     )
     write: Any = partial(save_in_background, logs_failure=logs_failure) if in_background else save_checkpoint
-    written = write(path, state, **options)
-    if runner.hook_calls["after_save_checkpoint"]:  # an Engine has no hooks
+    try:
+        written = write(path, state, **options)
+    except StorageError:  # which all processes have; after another error one may be missing
         runner.call_hook("after_save_checkpoint")
+        raise
+    runner.call_hook("after_save_checkpoint")
     return written if in_background else None
 
 

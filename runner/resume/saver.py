@@ -149,10 +149,8 @@ class Saver:
             CheckpointError: the save in progress failed, and training is not to go on without it.
         """
         pending, began = self._pending, time.monotonic()
-        if pending is None:
-            return True
-        if not wait and not pending.is_done():
-            return False
+        if pending is None or not (wait or pending.is_done()):
+            return pending is None
         try:
             pending.join()  # if this is interrupted, the save stays in progress
             self._pending = None
@@ -188,7 +186,6 @@ class Saver:
             self.failed.add(path)
             raise error
         self.failed.go_on(self._run, path, error)
-        self._run.call_hook("after_save_checkpoint")
 
     def _note_saved(self, path: Path) -> None:
         """Record whether the checkpoint that is now complete is marked; every process knows the result."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from flextrain import ConfigError, FlexibleRunner, Hook
 from flextrain.core.checkpoint import Checkpoint, find_latest
+from flextrain.core.checkpoint import save as saving
 from flextrain.runner.hooks import (
     DEFAULT_HOOKS,
     POINTS,
@@ -267,8 +269,20 @@ def test_a_function_that_a_hook_is_given_is_called(new_run: Callable[..., Flexib
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_a_save_is_between_its_two_points(new_run: Callable[..., FlexibleRunner], async_save: bool) -> None:
-    log: list[tuple[str, float]] = []
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_is_between_its_two_points(
+    new_run: Callable[..., FlexibleRunner], monkeypatch: pytest.MonkeyPatch, fails: bool, async_save: bool
+) -> None:
+    """Once for each save, also for one that fails, there or later in the background, and without which training goes on."""
+    log: list[float] = []
+    write = saving.write_shard
+
+    def written(path: Path, *args: Any) -> Any:
+        if fails and path.parent.name == ".epoch_1.tmp":
+            raise OSError(28, "No space left on device")
+        return write(path, *args)
+
+    monkeypatch.setattr(saving, "write_shard", written)
 
     class Doubles(Hook):
         """Has other weights in the checkpoint than in the model."""
@@ -278,14 +292,14 @@ def test_a_save_is_between_its_two_points(new_run: Callable[..., FlexibleRunner]
 
         def after_save_checkpoint(self, runner: Any) -> None:
             self.scale(runner, 0.5)
-            log.append(("after", next(runner.model.parameters()).sum().item()))
+            log.append(next(runner.model.parameters()).sum().item())
 
         @staticmethod
         def scale(runner: Any, by: float) -> None:
             with torch.no_grad():
                 next(runner.model.parameters()).mul_(by)
 
-    checkpoint = dict(type="CheckpointHook", interval=1, async_save=async_save)
+    checkpoint = dict(type="CheckpointHook", interval=1, async_save=async_save, on_error="continue")
     run = new_run(custom_hooks=[Doubles()], default_hooks=dict(checkpoint=checkpoint))
     run.train()
     name, weight = next((name, torch.zeros_like(one)) for name, one in run.model.named_parameters())
@@ -293,7 +307,7 @@ def test_a_save_is_between_its_two_points(new_run: Callable[..., FlexibleRunner]
     assert latest is not None
     Checkpoint.open(latest).load({f"model.{name}": weight})
     assert len(log) == run.epoch
-    assert weight.sum().item() == pytest.approx(2 * log[-1][1])
+    assert weight.sum().item() == pytest.approx(2 * log[-1])
 
 
 def test_a_group_form_below_a_hook_that_defines_the_point(new_run: Callable[..., FlexibleRunner]) -> None:

@@ -21,10 +21,10 @@ from ....core.model.base_model import overrides
 from ....core.torch_compat.graphs_private import may_have_graphs
 from ....core.torch_compat.torch_private import has_step_hooks
 from ....optim.gradients import settled
-from ....optim.param_groups import settings_by_name
 from ....optim.wrapper import OptimWrapper
 from ...base import EvalStep, Optim, TrainStep
 from ...fsdp import choose_units
+from ...lost_writes import settings_of
 from ...noted import tied
 from ..axis import Axis, CheckWindow, Evaluate, Layout, RunWindow
 from ..config import MeshConfig
@@ -82,12 +82,6 @@ class Ties:
 # Settings of parameters, which a constructor gives by a stage alone.
 
 
-def settings_of(optim: Optim, model: nn.Module) -> dict[str, dict[str, str]]:
-    """Return, for each wrapper, the settings that its constructor gives the parameters of ``model``, see ``settings_by_name``."""
-    parts = {"": model, **dict(model.named_children())}
-    return {name: settings_by_name(each._recipe, parts[name]) for name, each in optim.wrappers.items() if name in parts}
-
-
 def check_settings(optim: Optim, model: nn.Module, whole: Mapping[str, Mapping[str, str]]) -> None:
     """Compare the settings of a stage's parameters with those in the whole model, from ``settings_of``; a collective.
 
@@ -96,7 +90,7 @@ def check_settings(optim: Optim, model: nn.Module, whole: Mapping[str, Mapping[s
     """
     found = [
         f"{optim.wrappers[wrapper].where}.paramwise_cfg: {name} has"
-        for wrapper, settings in settings_of(optim, model).items()
+        for wrapper, settings in settings_of(optim.wrappers, model).items()
         for name, text in settings.items()
         if whole[wrapper].get(name, text) != text
     ]
@@ -190,7 +184,7 @@ class Pipeline(Axis):
                 f'strategy.pp_schedule: "{self.config.pp_schedule}" computes gradients of weights apart, which torch cannot with '
                 "strategy.tp; choose gpipe, 1f1b or interleaved_1f1b"
             )
-        self._settings = {} if optim is None else settings_of(optim, model)
+        self._settings = {} if optim is None else settings_of(optim.wrappers, model)
         self._chain = chain_of(model, self.config.pp_layers)
         if self.example is not None:
             put_in_order(self._chain, model, self.example)
