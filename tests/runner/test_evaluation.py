@@ -255,15 +255,16 @@ def test_evaluation_before_and_after_training_leaves_it_as_it_is(tmp_path: Path)
     weights = [p.clone() for p in plain.train().parameters()]
     phases = Phases()
     runner = make_runner(tmp_path / "more", **validation(), **parts_of_test(3), custom_hooks=[phases])
-    before = runner.val()
     assert runner.test()["count"] == 3
+    assert runner._val_loop is None  # its data are made when they are needed
+    before = runner.val()
     trained = runner.train()
     assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), weights, strict=True))
     after = runner.val()
     assert after["count"] == before["count"] == 10
     assert after["accuracy"] != before["accuracy"]
     assert runner.test()["count"] == 3
-    assert [mode for mode, _ in phases.seen] == ["val", "test", *["train", "val"] * 3, "val", "test"]
+    assert [mode for mode, _ in phases.seen] == ["test", "val", *["train", "val"] * 3, "val", "test"]
     assert runner.iter == 21
 
 

@@ -140,6 +140,7 @@ HOOKS = [
     Rule("test_iter_timer_hook.py", r"(        for i in range\(2\):\n            hook.before_(val|test)_iter)", r"        hook.before_\2_epoch(runner)\n\1", "an evaluation begins with its epoch"),
     Rule("test_iter_timer_hook.py", r"        hook.after_(val|test)_epoch\(runner\)\n", "", "after its epoch the estimate is that of training again"),
     Rule("test_param_scheduler_hook.py", r"( +)(runner.param_schedulers = .*\n)", r"\1\2\1hook.before_train(runner)\n", "the hook sorts the schedulers when training begins"),
+    Rule("test_param_scheduler_hook.py", r"runner = Mock\(\)", "runner = Mock(iter=0, epoch=0)", "what it has stepped after is counted from there"),
     Rule("test_param_scheduler_hook.py", r"( +)(scheduler\d?) = (Mock|MockParamScheduler)\(\)\n", r"\1\2 = \3()\n\1\2.optimizer = bridge.AFTER_AN_UPDATE\n", "a scheduler advances after an update"),
     Rule("test_param_scheduler_hook.py", r"assertRaisesRegex\(TypeError, self.error_msg\)", "assertRaises(TypeError)", "runner.param_schedulers is no attribute to set"),
     Rule("test_runtime_info_hook.py", r"(    def __len__\(self\):\n        return 12\n)", r"\1\n    def __getitem__(self, index):\n        return index\n", "a dataset has items"),
