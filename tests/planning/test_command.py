@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -152,7 +153,8 @@ def test_a_signal_ends_the_process_that_plans_too(tmp_path, number, status):
     folder = tmp_path / "temporary"
     folder.mkdir()
     environment = {**os.environ, "TMPDIR": str(folder)}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    ask = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # whoever runs in the background ignores it
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=ask)
     wait_until(lambda: begun.exists() and begun.read_text())
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
