@@ -254,11 +254,11 @@ class AmpOptimWrapper(OptimWrapper):
         if self._scaler:
             self._scaler.spread(model_group, f"{self.where}.{self._decided_by}")
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """See OptimWrapper; float16 losses are scaled first."""
         if self._autocast is None:
             self._attach_alone(loss.device)
-        super().backward(self._scaler.scale(loss) if self._scaler else loss)
+        super().backward(self._scaler.scale(loss) if self._scaler else loss, retain_graph=retain_graph)
 
     def _unscale(self) -> None:
         if self._scaler:

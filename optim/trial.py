@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from ..core.base.tensors import is_quantised, parts_of
 from ..core.random.generators import torch_states
+from ..core.torch_compat.torch_private import with_values
 from .adapters import swaps_weights
 
 Groups = list[dict[str, Any]]
@@ -187,7 +188,8 @@ class Samples:
             except Exception as error:  # third-party code may raise anything
                 reason = textwrap.shorten(str(error), 200, placeholder=" ...") or "without a reason"
                 raise TrialError(f"{type(error).__name__}: {reason}") from error
-            drew = any(not torch.equal(state, seeded[name]) for name, state in torch_states(self.device).items())
+            with with_values():  # a plan has none, but for these
+                drew = any(not torch.equal(state, seeded[name]) for name, state in torch_states(self.device).items())
         states = [optimizer.state.get(parameter, {}) for parameter, _ in present]
         return Trial(before, [parameter.detach() for parameter, _ in present], states, drew)
 

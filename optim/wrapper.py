@@ -415,13 +415,18 @@ class OptimWrapper:
         """Return the context for forward: autocast if the precision needs it."""
         return nullcontext() if self._autocast is None else self._autocast()
 
-    def backward(self, loss: Tensor) -> None:
-        """Run backward for a scalar loss that is already divided by the length of the window."""
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Run backward for a scalar loss that is already divided by the length of the window.
+
+        Args:
+            loss: the scalar.
+            retain_graph: keep what forward has stored, for another backward through it.
+        """
         for hook in self._backward_pre_hooks:
             hook(loss)
         if self.guard is not None:
             self.guard.note(loss)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss divided by the length of the window."""

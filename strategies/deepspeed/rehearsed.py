@@ -559,9 +559,9 @@ class RehearsedWrapper(OptimWrapper):
             )
         self._zero.shard(self.optimizer)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """See OptimWrapper."""
-        super().backward(loss)
+        super().backward(loss, retain_graph=retain_graph)
         self._zero.after_backward()
 
     def _unscale(self) -> None:

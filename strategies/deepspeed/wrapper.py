@@ -474,13 +474,13 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         grads = gradients.gradients(self.param_groups)
         self._norm = gradients.clip_by_norm(grads, float(self.clip_grad.max_norm))
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """See OptimWrapper; the engine scales the loss and skips updates that are not finite."""
         for hook in self._backward_pre_hooks:
             hook(loss)
         if self.guard is not None:
             loss = loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
-        self._engine.backward(loss)
+        self._engine.backward(loss, retain_graph=retain_graph)
 
     def step(self) -> StepInfo:
         """See OptimWrapper; also reduces gradients that backward has not reduced."""

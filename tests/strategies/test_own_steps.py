@@ -58,17 +58,18 @@ CHANGES: dict[str, Callable[[list[Tensor]], Tensor]] = {
 
 
 class ByHand(Net):
-    """Changes gradients before the update; with ``twice``, they come from two calls of ``backward``."""
+    """Changes gradients before the update; with ``twice``, they come from two calls of ``backward``, of one forward if it is "retained"."""
 
-    def __init__(self, change: str, twice: bool) -> None:
+    def __init__(self, change: str, twice: bool | str) -> None:
         super().__init__(dropout=0.0)
         self.change, self.twice = change, twice
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         loss = self(**data, mode="loss")["loss"]
-        for _ in range(1 + self.twice):
-            optim_wrapper.backward(loss)
-            loss = self(**data, mode="loss")["loss"] * 0.5
+        for _ in range(1 + bool(self.twice)):
+            optim_wrapper.backward(loss, retain_graph=self.twice == "retained")
+            if self.twice != "retained":
+                loss = self(**data, mode="loss")["loss"] * 0.5
         seen = torch.zeros(())
         if optim_wrapper.should_update():
             seen = CHANGES[self.change]([*self.parameters()])
@@ -80,7 +81,7 @@ def trained(
     folder: str,
     strategy: str,
     change: str,
-    twice: bool = False,
+    twice: bool | str = False,
     accumulate: int = 1,
     model: Any = None,
     wrapper: type[OptimWrapper] = OptimWrapper,
@@ -118,12 +119,21 @@ def test_gradients_after_backward_are_those_of_one_device(
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [dict(twice=True), dict(accumulate=2)], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("ddp", dict(twice=True)),
+        ("ddp", dict(accumulate=2)),
+        ("ddp", dict(twice="retained")),
+        ("fsdp", dict(twice="retained")),
+    ],
+    ids=str,
+)
 def test_after_several_backwards_too(
-    tmp_path: Path, workers1: WorkerGroup, workers2: WorkerGroup, options: dict[str, Any]
+    tmp_path: Path, workers1: WorkerGroup, workers2: WorkerGroup, strategy: str, options: dict[str, Any]
 ) -> None:
     (expected,) = workers1.run(run_with, str(tmp_path / "one"), "single", options)
-    for found in workers2.run(run_with, str(tmp_path / "two"), "ddp", options):
+    for found in workers2.run(run_with, str(tmp_path / "two"), strategy, options):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
