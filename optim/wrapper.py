@@ -416,12 +416,7 @@ class OptimWrapper:
         return nullcontext() if self._autocast is None else self._autocast()
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Run backward for a scalar loss that is already divided by the length of the window.
-
-        Args:
-            loss: the scalar.
-            retain_graph: keep what forward has stored, for another backward through it.
-        """
+        """Run backward for a scalar loss that is already divided by the length of the window; ``retain_graph`` is torch's."""
         for hook in self._backward_pre_hooks:
             hook(loss)
         if self.guard is not None:

@@ -22,6 +22,7 @@ from ..core.base.tensors import parts_of
 from ..core.comm.topology import Topology
 from ..core.device.precision import BATCH_NORM
 from ..core.torch_compat.torch_private import tree_flatten, with_values
+from ..optim.gradients import settled
 from ..optim.wrapper import OptimWrapper
 from ..plan.child import as_rank, explained
 from ..plan.ledger import Books, Ledger
@@ -448,6 +449,7 @@ class TypedUpdate:
 
     def look_at_gradients(self, wrapper: OptimWrapper) -> None:
         """Compare the types of gradients with those of their parameters, before ``wrapper`` clips them."""
+        settled(self._parameters.values())  # pending sums are no fault
         with looking():
             for name, parameter in self._parameters.items():
                 if parameter.grad is None or name in self._row.types.get("gradient", {}):

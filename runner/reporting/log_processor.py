@@ -134,7 +134,7 @@ class LogProcessor:
     def prepare(self, runner: Run, mode: Mode) -> None:
         """Make the message hub keep as many values as the statistics of ``mode`` need."""
         hub, length = runner.message_hub, self._length(runner, mode)
-        self._is_validated = mode == "train" and runner.val_loop is not None
+        self._is_validated = runner.val_loop is not None if mode == "train" else self._is_validated
         hub.retain_all(self.window_size)
         for name in ("time", "data_time") if mode != "train" else ():
             hub.retain(f"{mode}/{name}", length)
@@ -293,7 +293,7 @@ class LogProcessor:
 
     def _warn_of_missing(self, hub: MessageHub, i: int, cfg: CustomLog, mode: Mode) -> None:
         """Say at the first line of a mode that an entry for it has no scalar; of all modes, at the first line of the last."""
-        is_due = cfg.mode == mode or (not cfg.mode and not self._is_validated)
+        is_due = cfg.mode == mode or (not cfg.mode and not (mode == "train" and self._is_validated))
         if (cfg.data_src, mode) in self._sought or not is_due:
             return
         self._sought |= {(cfg.data_src, mode)}
