@@ -130,15 +130,13 @@ FOUND: dict[str, tuple[list[str], str, int, TypeFault]] = {
     "shard_of_a_buffer": (PLAIN, "mesh:tp2", 2, TypeFault("loss", "", "tp", "missing", "layers.0.drop")),
 }  # fmt: skip
 """By planted fault: the script's arguments, strategy, processes, and what is reported; the place is the beginning of it."""
+QUICK = ("row_without_sum", "gradient_summed_twice", "norm_gradient_not_summed")
 
 
 @PLANS
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in ("row_without_sum", "gradient_summed_twice") else pytest.mark.full)
-        for name in FOUND
-    ],
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in FOUND],
 )
 def test_a_planted_fault_is_named(script: str, name: str) -> None:
     arguments, strategy, processes, expected = FOUND[name]
