@@ -271,6 +271,7 @@ WRAPPER = {
     "clip_grad_kwargs": "MMEngine's name of clip_grad, for users",
     "chose_fused": _ON_ACCELERATORS,
     "spread": "a strategy calls it whose processes hold different parameters",
+    "register_backward_pre_hook": "strategies call it that average the gradients of several optimizers, or have gradient hooks of users",
     "register_step_pre_hook": "strategies and users call it to add something, with several processes",
 }
 NEVER_CALLED = ("initialize_count_status", "state_dict", "load_state_dict")
@@ -357,6 +358,7 @@ CASES: list[Case] = [
         without(
             WRAPPER,
             "is_built",
+            "register_backward_pre_hook",
             should_sync="gradients of several optimizers are averaged as each is updated",
             wrappers="OptimWrapperDict has its own",
         ),
