@@ -174,11 +174,10 @@ class ConfigDict(dict[str, Any]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        given = args[0] if args else {}
-        pairs: Iterable[tuple[str, Any]]
-        pairs = raw_items(given) if isinstance(given, Mapping) else (given or ())
-        for key, value in (*pairs, *kwargs.items()):
-            self[key] = value
+        for given in (*args, kwargs):
+            pairs: Iterable[tuple[str, Any]] = raw_items(given) if isinstance(given, Mapping) else (given or ())
+            for key, value in pairs:
+                self[key] = value
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, with_attributes(value))
@@ -236,6 +235,17 @@ class ConfigDict(dict[str, Any]):
             else:
                 self[key] = value
 
+    def __or__(self, other: Any) -> Any:
+        """A new ConfigDict: this one, updated by another as ``update`` does it, as in MMEngine."""
+        return _updated(self, other)
+
+    def __ror__(self, other: Any) -> Any:
+        return _updated(other, self)
+
+    def __ior__(self, other: Any) -> Any:
+        self.update(other)
+        return self
+
     def merge(self, other: Mapping[str, Any]) -> None:
         """Merge another dict into this one; ``_delete_=True`` in it replaces the dict that is here."""
         given = copy.deepcopy(ConfigDict(other))
@@ -249,7 +259,7 @@ class ConfigDict(dict[str, Any]):
                 self[key] = without_delete(value)
 
     def copy(self) -> ConfigDict:
-        """A copy of this level; dicts in it are copied, lists too, other values are shared."""
+        """A copy of this level; lists and tuples in it are copied, dicts and other values are shared, as in MMEngine."""
         return ConfigDict(self)
 
     __copy__ = copy
@@ -300,6 +310,14 @@ def without_delete(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(without_delete(item) for item in value)
     return value
+
+
+def _updated(first: Any, second: Any) -> Any:
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        return NotImplemented
+    found = ConfigDict(builtin(first, lambda lazy: lazy))  # with dicts of its own, which update() changes
+    found.update(second)
+    return found
 
 
 def _imported(value: Any) -> Any:

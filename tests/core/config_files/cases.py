@@ -122,6 +122,7 @@ case("set attributes", "(lambda c: [setattr(c, 'x', dict(y=1)), c.x.y, setattr(c
 case("dicts in lists", "Config(dict(a=[dict(b=1)], t=(dict(c=2),))).a[0].b")
 case("pop and setdefault", "(lambda c: [c.pop('a'), c.pop('none', 4), c.setdefault('z', 5), c.to_dict()])(Config(dict(a=1)))")
 case("update goes inside", "(lambda c: [c.update(dict(b=dict(y=2))), c.to_dict()])(Config(dict(b=dict(x=1))))")
+case("operators go inside, too", main_py="from mmengine.config import read_base\nwith read_base():\n    from .base import *\nb1 = b | dict(b3=dict(x=5))\nb2 = dict(b3=dict(x=5, y=6)) | b\nb |= dict(b3=dict(w=dict(q=1)))\nq = b.b3.w.q", base_py=BASE)
 case("a reserved name", "Config(dict(filename=1))")
 case("no dict", "Config([1])")
 case("from a string", "Config.fromstring('a = 1\\nb = dict(c=(1, 2))', '.py').to_dict()")
