@@ -419,7 +419,9 @@ def nested(options: Mapping[str, Any], origins: Mapping[str, Origins]) -> tuple[
             current = current.setdefault(key, {})
             if not isinstance(current, dict):
                 raise ConfigError(f'{at_origin(origin)}{dotted}: another option gives a value for "{key}"')
-        if isinstance(value, dict) and isinstance(current.get(last), dict):
+        if last in current:
+            if not isinstance(value, dict) or not isinstance(current[last], dict) or value.get(DELETE, False):
+                raise ConfigError(f"{at_origin(origin)}{dotted}: another option gives a value in it")
             current[last].merge(value)
         else:
             current[last] = value

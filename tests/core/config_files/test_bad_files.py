@@ -90,6 +90,7 @@ OPTIONS = [
     ("b.y.x=1", '--cfg-options: b.y: is a list, give an index from 0 to 1 in place of "x"'),
     ("a.b.c=1", '--cfg-options: a: is a int in base.py:1, which has no key "b"'),
     ("n=1 n.x=2", '--cfg-options: n.x: another option gives a value for "n"'),
+    ("n.x=2 n=1", "--cfg-options: n: another option gives a value in it"),
     ("n=1 n=2", "--cfg-options n: is given twice"),
 ]
 
