@@ -149,7 +149,7 @@ def loader(count: int, seed: int, batch_size: int, *, collate: Any = None, shuff
 
 OF_MIXTURES = {rule.replace("*.", "*.attention.", 1): style for rule, style in MATRICES.items()}
 EXPERTS = {"layers.*.experts": "experts"}
-MESH = dict(type="MeshStrategy", device=DEVICE, timeout_s=60)
+MESH = dict(type="MeshStrategy", device=DEVICE, timeout_s=300)
 ONE = dict(type="SingleDeviceStrategy", device=DEVICE)
 # Processes, of which so many read different samples; whether the model is a mixture of experts; and options.
 MESHES: dict[str, tuple[int, int, bool, dict[str, Any]]] = {

@@ -115,7 +115,7 @@ def reference(name: str, recipe: Recipe, updates: int, dtype: torch.dtype) -> tu
 @contextlib.contextmanager
 def started(spec: Mapping[str, Any], name: str, recipe: Recipe, *, deferred: bool = False) -> Iterator[Session]:
     """A strategy with a model set up in this worker."""
-    strategy: Strategy = STRATEGIES.build({"device": DEVICE, "timeout_s": 60, **spec}, "strategy")
+    strategy: Strategy = STRATEGIES.build({"device": DEVICE, "timeout_s": 300, **spec}, "strategy")
     try:
         strategy.join()
         with strategy.building() if deferred else contextlib.nullcontext():

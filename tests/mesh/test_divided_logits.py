@@ -97,7 +97,7 @@ def batch(seed: int = 0, length: int = ODD) -> dict[str, Tensor]:
 def trained(
     spec: Mapping[str, Any], model: Callable[[], nn.Module], length: int = ODD
 ) -> tuple[Any, dict[str, Tensor]]:
-    strategy: Any = STRATEGIES.build({"device": DEVICE, "timeout_s": 60, **spec}, "strategy")
+    strategy: Any = STRATEGIES.build({"device": DEVICE, "timeout_s": 300, **spec}, "strategy")
     try:
         strategy.join()
         optim = OptimWrapper(
@@ -216,7 +216,7 @@ def seen_in_training(spec: Mapping[str, Any]) -> tuple[set[tuple[tuple[int, ...]
 
     Those are of an update, of an evaluation, and of a call by the user.
     """
-    strategy: Any = STRATEGIES.build({"device": DEVICE, "timeout_s": 60, **spec}, "strategy")
+    strategy: Any = STRATEGIES.build({"device": DEVICE, "timeout_s": 300, **spec}, "strategy")
     logits: list[Any] = []
     try:
         strategy.join()
