@@ -178,7 +178,9 @@ class Strategy:
     """Checks of ``check_strategy`` in which it may differ from one device, each with the reason."""
     tolerance: ClassVar[float | Mapping[str, float] | None] = None
     """Relative difference from one device that ``check_strategy`` counts as rounding, of all checks or by name; None: the kit's own."""
-    _earlier_groups: Sequence[Any] = ()  # process groups of others, whose time limits are not changed
+    _earlier_groups: Sequence[Any] = ()  # process groups of others, which are left as they are
+    _own_groups: Sequence[Any] = ()  # those that were made for this strategy, beside the default one
+    _puts_off_sync = True  # whether grad_sync is overridden, see setup
     _given_as: Mapping[str, str] = MappingProxyType({})  # where options that are not under ``strategy`` were given
     interface_version: ClassVar[int | range] = INTERFACE_VERSION
     """The version of this interface that a class is written for; a package states it, and another one is refused."""
@@ -206,7 +208,6 @@ class Strategy:
         self._model: nn.Module | None = None
         self._module: nn.Module | None = None
         self._gradient_hooks: list[Removable] = []  # on the user's parameters; leave removes them
-        self._puts_off_sync = True  # whether grad_sync is overridden, see setup
 
     if not TYPE_CHECKING:
 
@@ -263,6 +264,7 @@ class Strategy:
                 use_shard(arranged.data)
             if not dist.is_alone():
                 self.topology.check()
+                self._keep_groups()
         except BaseException:
             self._spec, self.topology = None, Topology()  # another call must not find it set up
             raise
@@ -311,10 +313,13 @@ class Strategy:
         """Raise StrategyError if this strategy cannot run on ``world_size`` processes."""
 
     def _leave_environment(self) -> None:
-        """Leave the process group, if this strategy joined it."""
+        """Leave the process group, if this strategy joined it, and those that were made for it."""
         if self._owns_group:
             dist.destroy_process_group()
             self._owns_group = False
+        elif self._own_groups:
+            dist.leave_groups(self._own_groups)
+        self._own_groups = ()
         self._spec = None
         self.topology = Topology()
 
@@ -370,8 +375,8 @@ class Strategy:
         check_sizes(model)
         shaped = partial(shape_of, self)
         several = not dist.is_alone()
-        if several and (found := first_difference(description(model, shaped))):
-            raise StrategyError(f"model: {found}; every process has to build the same model")
+        if several:
+            self._start_together(description(model, shaped))
         if optim is not None:
             optim.attach(self.device, self.autocast)
             self.precision = optim.precision
@@ -414,14 +419,21 @@ class Strategy:
             noted.at_setup = tensor_names(self.module)
         if several:
             noted.names.gather(self.module)
-            self._limit_groups()
+            self._keep_groups()
         return self._model, optim
 
-    def _limit_groups(self) -> None:
-        """Give the process groups that were made since ``join`` the limit ``timeout_s``: torch gives those of meshes its own."""
+    def _start_together(self, described: Mapping[str, str]) -> None:
+        """Raise StrategyError if processes give other models, and note which process groups there are; a collective."""
+        if found := first_difference(described):
+            raise StrategyError(f"model: {found}; every process has to build the same model")
+        self._earlier_groups = process_groups()
+
+    def _keep_groups(self) -> None:
+        """Note the process groups that were made for this strategy, and give them ``timeout_s``: torch gives those of meshes its own."""
         for group in process_groups():
-            if group not in self._earlier_groups:
+            if group not in self._earlier_groups and group not in self._own_groups:
                 set_time_limit(group, self.config.timeout_s)
+                self._own_groups = [*self._own_groups, group]
 
     def _check_request(self, model: nn.Module, optim: Optim | None) -> None:
         """Raise if this strategy does not support the model, or the settings of the wrapper."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..torch_compat.torch_private import default_store, nccl_options, with_values
+from ..torch_compat.torch_private import default_store, nccl_options, process_groups, with_values
 from .rendezvous import choose_interface, host_of, store_of_group
 
 # A gloo thread needs the GIL to release the tensor that it has just sent, shortly after the collective has returned.
@@ -512,10 +512,26 @@ def destroy_process_group() -> None:
         _side_groups.pop(dist.group.WORLD, None)
         _groups_among.pop(dist.group.WORLD, None)
         dist.destroy_process_group()
-        if "torch.distributed.tensor" in sys.modules:
-            from ..torch_compat.dtensor_private import forget_meshes  # which imports it
+        _forget_meshes()
 
-            forget_meshes()
+
+def leave_groups(groups: Sequence[Any]) -> None:
+    """Leave process groups beside the default one, on all their processes; without those that are gone, or shared by others."""
+    left = [group for group in groups if group in process_groups()]
+    if left:
+        time.sleep(_GLOO_LETS_GO_S)
+        shared = [each for cache in (_side_groups, _groups_among) for each in cache.get(dist.group.WORLD, {}).values()]
+        for group in left:
+            if group not in shared:
+                dist.destroy_process_group(group)
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    if "torch.distributed.tensor" in sys.modules:
+        from ..torch_compat.dtensor_private import forget_meshes  # which imports it
+
+        forget_meshes()
 
 
 @functools.cache

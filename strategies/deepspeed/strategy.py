@@ -456,6 +456,7 @@ class DeepSpeedStrategy(Strategy):
         self._files.remove()
         began, ends_group = self._spec is not None, self._owns_group
         self._engine = self._state = self._wrapper = self._nobody = None
+        self._own_groups = ()  # DeepSpeed keeps them for other engines of this process
         super().leave()
         if ends_group:  # otherwise another engine of this process may use it
             engine_internals.forget_process_groups()

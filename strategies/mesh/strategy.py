@@ -300,7 +300,8 @@ class MeshStrategy(FSDPStrategy):
             for wrapper in optim.wrappers.values() if optim is not None else ():
                 axis.check_optimizer(wrapper)
             axis.finish(called, optim)
-        self._limit_groups()
+        if not dist.is_alone():
+            self._keep_groups()
         return called, optim
 
     def _choose_units(self, model: nn.Module) -> list[nn.Module]:
