@@ -152,7 +152,7 @@ def workers() -> Iterator[WorkerFactory]:
     from flextrain.testing import WorkerGroup
 
     groups: dict[int, Any] = {}
-    kind: Any = WorkerGroup
+    kind: Any = functools.partial(WorkerGroup, timeout_s=180.0)  # compiling takes a busy machine minutes
     if os.environ.get("FLEXTRAIN_TEST_DEVICE") == "npu":
         from .npu.simulated import NpuWorkers, built
 

@@ -505,7 +505,7 @@ JOB_SCRIPT = """
 
     runner = FlexibleRunner(
         model=Net, work_dir=work_dir, train_dataloader=dict(dataset=Data(), batch_size=2, collate_fn="default_collate"),
-        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)), train_cfg=dict(by_epoch=False, max_iters=12),
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)), train_cfg=dict(by_epoch=False, max_iters=400 if kind.startswith("stop") else 12),  # all processes agree on the end
         default_hooks=dict(checkpoint=dict(by_epoch=False, interval=3), logger=dict(interval=1)),
         env_cfg=dict(preemption=dict(status=int(kind.removeprefix("stop")))) if kind.startswith("stop") else None,
         custom_hooks=[Killer(), *([dict(type="ReplayHook", interval=4, on_mismatch="leave")] if kind == "faulty" else [])],

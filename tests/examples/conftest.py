@@ -18,7 +18,7 @@ from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import alone
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TIMEOUT_S = 300
+TIMEOUT_S = 900  # on a busy machine, where every command of the demo starts Python anew
 
 RunExample = Callable[..., "subprocess.CompletedProcess[str]"]
 

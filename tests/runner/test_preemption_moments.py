@@ -16,6 +16,7 @@ from flextrain.core.checkpoint import is_checkpoint
 JOB = f"{__package__}.preempted_job"
 ENDS = (
     "training was complete",
+    "resume=True continues from iter_60",  # the last one, which was saved before the signal came
     "no checkpoint was saved yet",
     "there is nothing to save",
     "before all processes had come",
