@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import importlib
 import importlib.util
+import logging
 import multiprocessing
 import os
 import pickle
@@ -127,6 +128,7 @@ def _clean_state(call: Call) -> Iterator[None]:
     os.environ.update(call.environ)
     os.chdir(call.cwd)
     sys.path[:] = call.path
+    logging.getLogger("flextrain").setLevel(logging.NOTSET)  # a runner sets it, on ranks other than 0 to be silent
     _reset_torch()
     modules = len(sys.modules)
     try:

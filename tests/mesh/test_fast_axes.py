@@ -100,14 +100,11 @@ def warned(spec: dict[str, Any]) -> list[str]:
     handler = mock.Mock(level=logging.WARNING)
     logger = logging.getLogger("flextrain")
     logger.addHandler(handler)
-    before = logger.level
-    logger.setLevel(logging.WARNING)  # a runner of another test may have silenced this rank
     own = mock.patch.object(socket, "gethostname", return_value=f"node{os.environ['RANK']}")
     try:
         with own, started(spec, "plain", RECIPES["adamw"]):
             return [call.args[0].getMessage() for call in handler.handle.call_args_list]
     finally:
-        logger.setLevel(before)
         logger.removeHandler(handler)
 
 

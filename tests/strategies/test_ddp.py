@@ -165,8 +165,6 @@ def named_without_gradient(kind: type[Branches], **options: Any) -> list[str]:
     logger = logging.getLogger("flextrain")
     strategy, called, optim = prepared(kind(), SGD, **options)
     logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.WARNING)  # the process may have had a run that was told to be silent
     try:
         for number, both in enumerate([False, False, True, False]):
             with strategy.grad_sync(True):
@@ -174,7 +172,6 @@ def named_without_gradient(kind: type[Branches], **options: Any) -> list[str]:
             optim.step()
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
         strategy.leave()
     return lines
 

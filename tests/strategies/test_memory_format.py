@@ -43,7 +43,6 @@ def trains_in_channels_last(strategy: dict[str, Any]) -> list[str]:
     heard = Heard()
     logger = logging.getLogger("flextrain")
     logger.addHandler(heard)
-    logger.setLevel(logging.WARNING)  # a run of another test may have left it higher in this process
     try:
         with started(strategy, sgd(), ChannelsLast) as session:
             found = losses(session)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import re
@@ -65,7 +66,7 @@ def parent() -> tuple[int, bool]:
     return os.getppid(), "this" in sys.modules
 
 
-def is_clean() -> tuple[bool, bool, str, float, float, torch.dtype, int]:
+def is_clean() -> tuple[bool, bool, str, float, float, torch.dtype, int, int]:
     return (
         dist.is_initialized(),
         torch.is_grad_enabled(),
@@ -74,6 +75,7 @@ def is_clean() -> tuple[bool, bool, str, float, float, torch.dtype, int]:
         torch.rand(()).item(),
         torch.get_default_dtype(),
         torch.get_num_threads(),
+        logging.getLogger("flextrain").level,
     )
 
 
@@ -86,6 +88,7 @@ def make_a_mess(folder: str) -> None:
     torch.set_num_threads(2)
     random.seed(5)
     torch.manual_seed(5)
+    logging.getLogger("flextrain").setLevel(logging.ERROR)
 
 
 def raise_on(rank: int, error: Exception) -> int:
@@ -189,7 +192,7 @@ def test_each_call_begins_clean(workers2: WorkerGroup, tmp_path: Path) -> None:
     assert after == before
     assert after[0] == after[1]
     assert after[0][:3] == (False, True, "")
-    assert after[0][5:] == (torch.float32, 1)
+    assert after[0][5:] == (torch.float32, 1, logging.NOTSET)
 
 
 def test_the_first_failing_rank_is_reported_with_its_traceback_and_cause(workers2: WorkerGroup) -> None:
