@@ -294,7 +294,7 @@ def test_steps_that_end_in_nan_are_not_compared(tmp_path: Path, group: WorkerGro
 
 @pytest.mark.distributed
 def test_a_strategy_whose_evaluation_differs(script: str, group: WorkerGroup) -> None:
-    report = verify(script, ["fsdp", "EvaluatesItsOwn"], arguments=["--validates", "20"], steps=2, workers=group)
+    report = verify(script, ["ddp", "EvaluatesItsOwn"], arguments=["--validates", "20"], steps=2, workers=group)
     good, bad = report.rows
     assert (good.status, bad.status, report.notes) == ("same", "differs", [])
     assert good.differences["evaluation"] is not None

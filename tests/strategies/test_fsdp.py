@@ -830,6 +830,8 @@ def grouped(kind: type) -> str:
         strategy.setup(model, OptimWrapper(dict(type="SGD", lr=0.1), constructor=kind))
         return ""
     except StrategyError as error:
+        if "constructor" not in str(error):  # torch 2.6 shards on accelerators only
+            raise
         return str(error)
     finally:
         strategy.leave()
