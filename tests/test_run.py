@@ -431,7 +431,7 @@ def test_a_restart_heeds_the_shutdown_timeout() -> None:
         agent_class: Any = launcher.LocalElasticAgent
         if "shutdown_timeout" not in inspect.signature(agent_class.__init__).parameters:
             pytest.skip("this version of torch has no such option")
-        spec = WorkerSpec("trainer", 1, SimpleNamespace(shutdown=lambda: None), entrypoint="true")  # type: ignore[arg-type]
+        spec = WorkerSpec("trainer", 1, SimpleNamespace(), entrypoint="true")  # type: ignore[arg-type]
         agent = agent_class(spec, DefaultLogsSpecs(), shutdown_timeout=7)
     agent._pcontext = SimpleNamespace(close=lambda *arguments: waited.append(arguments))
     agent._stop_workers(agent._worker_group)  # before a restart
@@ -450,7 +450,7 @@ def test_further_signals_wait_until_the_processes_have_saved() -> None:
         told.append("saved")
 
     with watched_agent(Supervisor("", Path())):
-        spec = WorkerSpec("trainer", 1, SimpleNamespace(), entrypoint="true")  # type: ignore[arg-type]
+        spec = WorkerSpec("trainer", 1, SimpleNamespace(shutdown=lambda: None), entrypoint="true")  # type: ignore[arg-type]
         agent: Any = launcher.LocalElasticAgent(spec, DefaultLogsSpecs())
     agent._pcontext = SimpleNamespace(close=close)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

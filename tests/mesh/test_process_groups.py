@@ -50,7 +50,8 @@ def test_every_group_follows_the_strategy(workers2: WorkerGroup, spec: dict[str,
 def in_a_programs_group(spec: dict[str, Any], name: str) -> None:
     """In a worker: two strategies of a program that has a process group already, and makes another between them."""
     recipe = RECIPES["accumulate-clip"]
-    torch.distributed.init_process_group("gloo" if DEVICE == "cpu" else None)
+    of_device = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+    torch.distributed.init_process_group(of_device[DEVICE])
     first, second = (STRATEGIES.build({"device": DEVICE, **spec}, "strategy") for _ in range(2))
 
     def training(strategy: Strategy) -> Callable[[], Any]:
