@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flextrain.core.base.registry import STRATEGIES
+from flextrain.core.comm.collectives import leave_groups, side_group
 from flextrain.core.torch_compat.torch_private import process_groups
 from flextrain.strategies.base import Strategy
 from flextrain.testing import WorkerGroup
@@ -76,7 +77,8 @@ def in_a_programs_group(spec: dict[str, Any], name: str) -> None:
     of_first()
     first.leave()
     assert len(process_groups()) == shared + 1
-    torch.distributed.barrier(of_the_program)
+    leave_groups([side_group(), of_the_program])  # of which the first is everybody's
+    assert len(process_groups()) == shared
     torch.distributed.destroy_process_group()
 
 
