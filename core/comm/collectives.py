@@ -516,7 +516,7 @@ def destroy_process_group() -> None:
 
 
 def leave_groups(groups: Sequence[Any]) -> None:
-    """Leave process groups beside the default one, on all their processes; without those that are gone, or shared by others."""
+    """Leave these process groups, on every process that is in them; one that is gone, or that all strategies share, is left out."""
     left = [group for group in groups if group in process_groups()]
     if left:
         time.sleep(_GLOO_LETS_GO_S)

@@ -420,10 +420,17 @@ def nested(options: Mapping[str, Any], origins: Mapping[str, Origins]) -> tuple[
             if not isinstance(current, dict):
                 raise ConfigError(f'{at_origin(origin)}{dotted}: another option gives a value for "{key}"')
         if last in current:
-            if not isinstance(value, dict) or not isinstance(current[last], dict) or value.get(DELETE, False):
+            if _both_give(dict.get(current, last), value):
                 raise ConfigError(f"{at_origin(origin)}{dotted}: another option gives a value in it")
             current[last].merge(value)
         else:
             current[last] = value
         where.put(dotted.split("."), origin)
     return found, where
+
+
+def _both_give(first: Any, second: Any) -> bool:
+    """Whether the second of two options would replace something that the first one gives."""
+    if not isinstance(first, dict) or not isinstance(second, dict) or dict.get(second, DELETE):
+        return True
+    return any(_both_give(dict.get(first, key), value) for key, value in dict.items(second) if key in first)

@@ -57,7 +57,7 @@ def in_a_programs_group(spec: dict[str, Any], name: str) -> None:
 
     def training(strategy: Strategy) -> Callable[[], Any]:
         model, optim = strategy.setup(recipe.model(name), recipe.optim())
-        return lambda: train(strategy, model, optim, data(name, recipe, 2))  # type: ignore[arg-type]
+        return lambda: train(strategy, model, optim, data(name, recipe, 2))
 
     def groups_after_one_more() -> int:
         strategy = STRATEGIES.build({"device": DEVICE, **spec}, "strategy")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,3 +111,12 @@ def test_option(given: str, message: str, tmp_path: Path, monkeypatch: pytest.Mo
         apply(config, given.split(" ") if given.startswith("n") else [given])
     assert str(found.value) == message
     assert config.to_dict() == before
+
+
+@pytest.mark.parametrize("second", [dict(x=3), dict(_delete_=True, y=3), 3])
+def test_no_option_replaces_another(second: Any) -> None:
+    config = Config(dict(n=dict(x=1, y=1)))
+    with pytest.raises(ConfigError, match="^n: another option gives a value in it$"):
+        config.merge_from_dict({"n.x": 2, "n": second})
+    config.merge_from_dict({"n.x": 2, "n": dict(y=3)})
+    assert config.to_dict() == dict(n=dict(x=2, y=3))
