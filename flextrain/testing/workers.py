@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 START_TIMEOUT_S = 180.0  # a cold import of torch on a busy machine
 _SHORTEST_WAIT_S = 0.05  # less than this is no reason to wait for an answer once more
+_MOST_GLOO_THREADS = 8  # of one process: each wakes a hundred times a second
 GRACE_S = 2.0  # how long the others may take once one rank has failed
 NO_ACCELERATORS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
 
@@ -62,6 +63,14 @@ class _Worker:
     stacks: Path
     log_start: int = 0
 
+    def gloo_threads(self) -> int:
+        """Threads that serve process groups of gloo's, those that nobody uses any more included; 0 without Linux."""
+        count = 0
+        for name in Path(f"/proc/{self.process.pid}/task").glob("*/comm"):
+            with contextlib.suppress(OSError):  # one that has ended meanwhile
+                count += name.read_text() == "pt_gloo_runloop\n"
+        return count
+
     def output(self, last_chars: int = 4000) -> str:
         """The tail of what the process printed during this call."""
         if not self.log.exists():
@@ -78,6 +87,8 @@ class WorkerGroup:
     otherwise the variables, folder and import path that the caller has at the time of the call. The processes start at
     the first ``run`` and are used again until ``close``; each computes with one thread. They are forked from one process
     that has imported torch. Processes that see accelerators start anew, because accelerators do not work after a fork.
+    Where calls have left many process groups of gloo's behind, whose threads take a processor's time while they wait, the
+    next ``run`` starts new processes; torch's compiler keeps the groups that compiled code has used.
 
     Args:
         world_size: number of processes.
@@ -142,7 +153,7 @@ class WorkerGroup:
             self._folder = None
 
     def _start(self) -> None:
-        if self._workers and all(worker.process.is_alive() for worker in self._workers):
+        if self._workers and all(w.process.is_alive() and w.gloo_threads() < _MOST_GLOO_THREADS for w in self._workers):
             return
         self._kill()
         if self._folder is None:

@@ -180,6 +180,26 @@ def test_collectives_work_call_after_call_in_the_same_processes(workers2: Worker
     assert workers2.run(pid) == pids
 
 
+def kept_groups(count: int) -> int:
+    dist.init_process_group("gloo")
+    for _ in range(count):
+        dist.new_group()
+    _KEPT.extend(dist.distributed_c10d._world.pg_map)  # as the code that torch has compiled does
+    return os.getpid()
+
+
+_KEPT: list[Any] = []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_processes_with_many_forgotten_groups_are_replaced() -> None:
+    with WorkerGroup(2) as group:
+        first = group.run(kept_groups, 0)
+        assert group.run(pid) == first  # a few do no harm
+        group.run(kept_groups, 8)
+        assert not set(group.run(pid)) & set(first)
+
+
 def test_a_group_of_three(workers3: WorkerGroup) -> None:
     assert workers3.run(sum_of_ranks) == [[6.0]] * 3
 
