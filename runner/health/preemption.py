@@ -323,6 +323,7 @@ class Preemption:
         self._rank, self._size = 0, 0  # 0: the group is still to form
         self._is_cut_off = False
         self._loop: TrainLoop | None = None  # while it trains
+        self._is_completing = False  # True from the end of the last update until all have had the last word
         self._first = 0  # updates done before
         self._has_trained = False  # True once a loop has ended after updates of its own
         self._in_run, self._thread = False, threading.current_thread()
@@ -473,12 +474,17 @@ class Preemption:
             self.cut_off()
 
     def _look(self, run: Run, common_end: CommonEnd) -> None:
+        # Before the store is asked: training may end meanwhile.
+        loop, has_updates, is_completing = self._loop, self._has_updates(), self._is_completing
         if (word := common_end.word(self._asked)) is None:
             return
-        is_now = common_end.is_now(not self._has_updates())
-        self._is_now = is_now or self._loop is None
+        if loop is None and is_completing:
+            return  # the main thread hears it: from here all would leave at once, also one that is still saving
+        is_now = common_end.is_now(not has_updates)
+        self._is_now = is_now or loop is None
         self._word = word
-        run.stop_check = self.check
+        if loop is None or loop is self._loop:
+            run.stop_check = self.check
         if not self._is_now:
             return
         self._requeue_if_wanted()
@@ -538,6 +544,7 @@ class Preemption:
         own = self.bulletin.for_another_thread() if self._size > 1 and self.bulletin is not None else None
         try:
             yield
+            self._is_completing = own is not None  # before the other thread can see that there is no loop
         finally:
             self._has_trained |= self._has_updates()
             self._loop = None
@@ -555,9 +562,12 @@ class Preemption:
     def _hear_last_word(self, own: Bulletin) -> None:
         """Hear what a process was asked so late that its thread has not told it, or this one's has not looked."""
         self._trainings += 1
-        if self._size > 1:
-            with suppress(StoreLostError):
-                self._word = CommonEnd(own, self._turn).last_word(self._asked, self._trainings) or self._word
+        try:
+            if self._size > 1:
+                with suppress(StoreLostError):
+                    self._word = CommonEnd(own, self._turn).last_word(self._asked, self._trainings) or self._word
+        finally:
+            self._is_completing = False
 
     def check(self, where: str) -> None:
         """Called after every update and every batch of an evaluation, once somebody has asked.

@@ -394,6 +394,33 @@ def test_a_request_in_the_last_update_is_heard_by_all(tmp_path: Path, workers2: 
     assert workers2.run(end_in_the_last_update, tmp_path) == ["training was complete"] * 2
 
 
+def end_after_the_last_update(folder: Path) -> str:
+    """Rank 1 is asked when it has done the last update, and rank 0 has not: only the main thread may tell the others."""
+    real = preemption_module.CommonEnd.last_word
+
+    def asked_before(end: Any, asked: str | None, number: int) -> Any:
+        runner.request_stop("enough")
+        time.sleep(0.5)  # the thread looks several times a second
+        return real(end, asked, number)
+
+    hooks = [At(8, lambda: time.sleep(1.0))] if dist_rank() == 0 else []
+    runner = run(folder, *hooks, train_cfg=dict(by_epoch=False, max_iters=8))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if dist_rank() == 1:
+            monkeypatch.setattr(preemption_module.CommonEnd, "last_word", asked_before)
+        end = ended(runner)
+    runner.strategy.leave()
+    return end.saved
+
+
+@pytest.mark.distributed
+def test_a_request_after_the_last_update_of_one_lets_the_others_finish_theirs(
+    tmp_path: Path, workers2: WorkerGroup
+) -> None:
+    assert workers2.run(end_after_the_last_update, tmp_path) == ["training was complete"] * 2
+    assert find_latest(tmp_path) == tmp_path / "iter_8"
+
+
 def end_apart(folder: Path, way: str) -> str:
     """A signal to a process that cannot ask the others any more; what ends it must not be waited for by them."""
     runner = run(folder, env_cfg=dict(preemption=dict(max_time="slurm")))
