@@ -323,9 +323,8 @@ class Preemption:
         self._rank, self._size = 0, 0  # 0: the group is still to form
         self._is_cut_off = False
         self._loop: TrainLoop | None = None  # while it trains
-        self._is_completing = False  # True from the end of the last update until all have had the last word
         self._first = 0  # updates done before
-        self._has_trained = False  # True once a loop has ended after updates of its own
+        self._has_trained, self._is_completing = False, False  # ended after updates; before the last word
         self._in_run, self._thread = False, threading.current_thread()
         self._turn, self._trainings = 0, 0  # of asking, if a program goes on after the end of a run; calls of train()
         self._deadline: float | None = None  # time.monotonic() at which the run ends by itself
@@ -547,8 +546,7 @@ class Preemption:
             self._is_completing = own is not None  # before the other thread can see that there is no loop
         finally:
             self._has_trained |= self._has_updates()
-            self._loop = None
-            run.stop_check = None
+            self._loop = run.stop_check = None
         if own is not None:
             self._hear_last_word(own)
         if self._word is not None:  # no update was left at which all could have ended
