@@ -324,7 +324,7 @@ class Preemption:
         self._is_cut_off = False
         self._loop: TrainLoop | None = None  # while it trains
         self._first = 0  # updates done before
-        self._has_trained, self._is_completing = False, False  # ended after updates; before the last word
+        self._has_trained = False  # True once a loop has ended after updates of its own
         self._in_run, self._thread = False, threading.current_thread()
         self._turn, self._trainings = 0, 0  # of asking, if a program goes on after the end of a run; calls of train()
         self._deadline: float | None = None  # time.monotonic() at which the run ends by itself
@@ -352,7 +352,7 @@ class Preemption:
         self._asked: str | None = None
         self._asked_at = 0.0
         self._word: dict[str, Any] | None = None  # what came, and to which process; the same on all
-        self._is_now = False  # True: nothing is to be saved
+        self._is_now, self._is_completing = False, False  # nothing is to be saved; the last word is to come
         self._departure = Departure()
         self._common_end: CommonEnd | None = None
         self._saved = ""
