@@ -64,7 +64,7 @@ class _Worker:
     log_start: int = 0
 
     def gloo_threads(self) -> int:
-        """Threads that serve process groups of gloo's, those that nobody uses any more included; 0 without Linux."""
+        """Threads that serve process groups of gloo's, those that nobody uses any more included; 0 without Linux or before torch 2.11."""
         count = 0
         for name in Path(f"/proc/{self.process.pid}/task").glob("*/comm"):
             with contextlib.suppress(OSError):  # one that has ended meanwhile

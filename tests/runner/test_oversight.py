@@ -63,6 +63,7 @@ def test_watchers_talk_to_those_of_the_other_processes_until_the_group_is_left(
 
 def test_the_thread_ends_with_a_runner_that_nobody_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flextrain.runner.runner.Oversight", Oversees)
+    gc.collect()  # runners of earlier tests, whose threads end then
     before = threads()
     runner: Any = make_runner(tmp_path)
     oversight = runner.oversight
@@ -71,7 +72,7 @@ def test_the_thread_ends_with_a_runner_that_nobody_uses(tmp_path: Path, monkeypa
     assert threads() == before + 1
     del runner
     gc.collect()
-    wait_until(lambda: threads() == before)
+    wait_until(lambda: threads() <= before)
 
 
 def make_one_without_watchers(folder: Path) -> None:
