@@ -221,6 +221,9 @@ def test_what_is_wrapped(workers2: WorkerGroup) -> None:
 def group_of_others(backend: str) -> tuple[list[str], bool]:
     """What a strategy says of a group that was made before, and whether that is there still."""
     torch.distributed.init_process_group(backend)
+    store = torch.distributed.distributed_c10d._get_default_store()
+    store.set(f"has joined {torch.distributed.get_rank()}", "")
+    store.wait(["has joined 0", "has joined 1"])  # one that leaves breaks the connections that the other is making
     said = []
     try:
         DDPStrategy(device="cpu").join()
