@@ -14,9 +14,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from flextrain.core.base.errors import ConfigError, StrategyError
+from flextrain.core.torch_compat.torch_private import default_store
 from flextrain.optim import OptimWrapper
 from flextrain.strategies import DDPStrategy, Strategy
 from flextrain.testing import WorkerGroup
+
+from ..waiting import wait_until
 
 ADAM = dict(type="Adam", lr=0.05)
 SGD = dict(type="SGD", lr=0.1, momentum=0.9, weight_decay=0.1)
@@ -218,12 +221,16 @@ def test_what_is_wrapped(workers2: WorkerGroup) -> None:
     assert workers2.run(what_is_called) == [{"trained": True, "frozen": False, "own step": False}] * 2
 
 
+_STORES: list[Any] = []  # rank 0 serves its store to the other also when it has left the group
+
+
 def group_of_others(backend: str) -> tuple[list[str], bool]:
     """What a strategy says of a group that was made before, and whether that is there still."""
     torch.distributed.init_process_group(backend)
-    store = torch.distributed.distributed_c10d._get_default_store()
-    store.set(f"has joined {torch.distributed.get_rank()}", "")
-    store.wait(["has joined 0", "has joined 1"])  # one that leaves breaks the connections that the other is making
+    store = default_store()
+    _STORES.append(store)
+    store.add("have joined", 1)
+    wait_until(lambda: store.add("have joined", 0) == 2)  # one that leaves breaks the connections that the other makes
     said = []
     try:
         DDPStrategy(device="cpu").join()

@@ -87,9 +87,8 @@ def has_no_seed(dataset: Any) -> bool:
     """Whether a stream draws an order that nobody can draw again: it was shuffled, or interleaved by chance, without a seed."""
     generators = (getattr(part, "generator", None) for part in _parts(dataset._ex_iterable))
     bits = [getattr(each, "bit_generator", None) for each in generators]
-    seeds = (
-        getattr(each, "seed_seq", None) or getattr(each, "_seed_seq", None) for each in bits
-    )  # NumPy 1.25 made it public
+    # NumPy 1.25 made it public.
+    seeds = (getattr(each, "seed_seq", None) or getattr(each, "_seed_seq", None) for each in bits)
     entropies = (getattr(seed, "entropy", None) for seed in seeds)
     return any(isinstance(entropy, int) and entropy >= _SEEDED for entropy in entropies)
 
