@@ -19,7 +19,7 @@ PYTEST = $(PY) -m pytest --numprocesses $(PYTEST_SESSIONS) --dist worksteal $(PY
 help:
 	@echo "make demo    train a digits classifier under every strategy this machine can run, and compare them"
 	@echo "make test    lint, type check and the whole test suite"
-	@echo "make test-fast  the tests that start no process, in a minute: for while you write"
+	@echo "make test-fast  the tests that start no process, in about two minutes: for while you write"
 	@echo "make test-full  the same with every combination of strategies and processes"
 	@echo "make test-fuzz  2,000 random models under every strategy, beside a loop by hand (FUZZ='--runs 100 --seed 7')"
 	@echo "make test-cluster  Slurm, MPI, torchrun and Ray, started on this machine; root installs what they need"
