@@ -220,17 +220,17 @@ def _place(best: _Best) -> str:
 # LineQueue: writes the log lines of a fast loop several at a time.
 
 
-GAP_S, HOLD_S = 0.01, 0.05
+HOLD_S = 0.05
 
 
 class LineQueue(logging.Filter):
-    """Delays writes that come less than GAP_S seconds after the previous one, and makes them in order.
+    """Delays writes that come less than HOLD_S seconds after the last one, and makes them in order.
 
     A loop of 0.1 ms per iteration makes hundreds of lines per second. Written one by one they cost more than the
     iterations between them, mostly because the model's work has replaced the logger's data in the processor's caches.
-    Delayed lines are written together with the first line that comes HOLD_S seconds after the last write, or after a
-    gap, and at the latest at the end of an epoch or of the run. Lines further apart than GAP_S are not delayed, so a
-    loop that hangs has shown all.
+    Delayed lines are written together with the first line that comes HOLD_S seconds after the last write, and at the
+    latest at the end of an epoch or of the run. Lines further apart than that are not delayed, so a loop that hangs has
+    shown all; a faster one has kept back what it would have said in the last HOLD_S seconds.
 
     It is also a filter of the logger: it writes the pending lines before any other record, which keeps the order. Records of
     other threads and of forked processes, such as a dataloader's workers, leave them to the thread that trains.
@@ -241,7 +241,7 @@ class LineQueue(logging.Filter):
         self._logger: logging.Logger | None = None
         self._owner = _here()
         self._waiting: list[Callable[[], None]] = []
-        self._written = self._put = 0.0
+        self._written = 0.0
 
     def open(self, logger: logging.Logger) -> None:
         """Start to watch ``logger``; before this no line is delayed."""
@@ -261,8 +261,7 @@ class LineQueue(logging.Filter):
     def put(self, write: Callable[[], None]) -> None:
         """Call ``write`` now, or together with later ones."""
         self._waiting.append(write)
-        before, self._put = self._put, time.monotonic()
-        if self._logger is None or self._put - before > GAP_S or self._put - self._written > HOLD_S:
+        if self._logger is None or time.monotonic() - self._written > HOLD_S:
             self.flush()
 
     def flush(self) -> None:

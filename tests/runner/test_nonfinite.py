@@ -92,7 +92,7 @@ def test_a_last_update_that_spoils_the_weights(tmp_path: Path) -> None:
 @pytest.fixture
 def slow_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every line is written as soon as it is due, as where lines are further apart."""
-    monkeypatch.setattr(line_queue, "GAP_S", 0.0)
+    monkeypatch.setattr(line_queue, "HOLD_S", 0.0)
 
 
 def test_it_is_said_at_1_10_and_100_lines(tmp_path: Path, slow_loop: None) -> None:
@@ -106,7 +106,6 @@ def test_it_is_said_at_1_10_and_100_lines(tmp_path: Path, slow_loop: None) -> No
 def test_lines_that_are_written_several_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_epoch: bool
 ) -> None:
-    monkeypatch.setattr(line_queue, "GAP_S", 60.0)
     monkeypatch.setattr(line_queue, "HOLD_S", 60.0)
 
     seen: list[int] = []

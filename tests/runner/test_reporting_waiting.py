@@ -125,7 +125,6 @@ class Schedule(Hook):
 def test_a_run_writes_the_same_lines_at_any_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold_s: float
 ) -> None:
-    monkeypatch.setattr(line_queue, "GAP_S", hold_s)
     monkeypatch.setattr(line_queue, "HOLD_S", hold_s)
     runner = make_runner(
         tmp_path,
