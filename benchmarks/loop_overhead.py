@@ -5,8 +5,8 @@
 All contestants (contestants.py) train the same tiny model on the same batches, in one process with one thread. They run one
 after the other within a round, so that other load on the machine affects all of them. The dataset takes the time when the
 first sample of each batch is fetched: set-up and the checkpoint at the end do not count, and no library is patched.
-Iterations repeat with the log interval. For each position in the interval, the median over all iterations is taken; the mean
-of these medians is a contestant's time per iteration. It includes log lines and leaves out interruptions by other programs.
+A contestant's time per iteration is the mean over a round, so that it includes log lines, also if several are written at a
+time. What it adds to the loop by hand is the difference within a round; the median over the rounds leaves out interruptions.
 Everything is measured three times: with an indexed dataset, with a stream, and with four batches per update.
 Writes loop_overhead.{md,png,json} to benchmarks/results/.
 """
@@ -126,10 +126,9 @@ def train(name: str, iterations: int, clock: Callable[[], float], kind: str = "m
     return np.diff(dataset.stamps[WARM_UP:])
 
 
-def microseconds(rounds: list[np.ndarray[Any, Any]], quantile: float, accumulate: int = 1) -> float:
-    """Time per update: the quantile at each position in the log interval, averaged over the positions."""
-    by_place = np.concatenate(rounds).reshape(-1, LOG_INTERVAL * accumulate)
-    return float(np.quantile(by_place, quantile, axis=0).mean() * 1e6) * accumulate
+def microseconds(rounds: list[np.ndarray[Any, Any]], accumulate: int = 1) -> np.ndarray[Any, Any]:
+    """Mean time per update in each round."""
+    return np.array([float(run.mean()) for run in rounds]) * 1e6 * accumulate
 
 
 @contextlib.contextmanager
@@ -188,22 +187,23 @@ def measure(names: list[str], rounds: int, iterations: int) -> dict[str, Any]:
                 seconds[kind][name].append(train(name, iterations, time.perf_counter, kind))
         print(f"round {number + 1}/{rounds}", file=sys.stderr)
 
-    def added(name: str, quantile: float, kind: str = "map") -> float:
-        accumulate = KINDS[kind][1]
-        own, base = (microseconds(seconds[kind][who], quantile, accumulate) for who in (name, BASELINE))
-        return own - base
+    def added(name: str, kind: str = "map") -> np.ndarray[Any, Any]:
+        """The quartiles over the rounds."""
+        own, base = (microseconds(seconds[kind][who], KINDS[kind][1]) for who in (name, BASELINE))
+        return np.quantile(own - base, [0.25, 0.5, 0.75])
 
     rows = []
     for name in names:
+        low, middle, high = map(float, added(name))
         rows.append(
             {
                 "name": name,
                 "version": metadata.version(PACKAGES[name]) if name in PACKAGES else "",
-                "iteration_us": microseconds(seconds["map"][name], 0.5),
-                "added_us": added(name, 0.5),
-                "added_us_quartiles": sorted([added(name, 0.25), added(name, 0.75)]),
-                "added_us_stream": added(name, 0.5, "stream"),
-                "added_us_accumulate": added(name, 0.5, "accumulate"),
+                "iteration_us": float(np.median(microseconds(seconds["map"][name]))),
+                "added_us": middle,
+                "added_us_quartiles": [low, high],
+                "added_us_stream": float(added(name, "stream")[1]),
+                "added_us_accumulate": float(added(name, "accumulate")[1]),
                 "reads_per_iteration": count_reads(name, 20 * LOG_INTERVAL),
             }
         )

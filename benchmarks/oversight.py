@@ -93,7 +93,7 @@ def one_run(strategy: str, watched: bool, iterations: int) -> list[float]:
 
 
 def microseconds(seconds: list[float]) -> float:
-    """The median at each position in the log interval, averaged over the positions; see loop_overhead.py."""
+    """The median at each position in the log interval, averaged over the positions."""
     return float(np.median(np.reshape(seconds, (-1, LOG_INTERVAL)), axis=0).mean() * 1e6)
 
 
