@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from functools import partial
 from pathlib import Path
@@ -110,7 +111,21 @@ def test_empty_micro_batches_on_one_process(tmp_path: Path, batch_size: int, acc
         assert one == pytest.approx(other, rel=1e-5), "every figure is a mean over the items"
 
 
-def test_an_update_of_nothing_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_updates_of_nothing_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("flextrain")
+    logger.addHandler(caplog.handler)
+    try:
+        found = run(tmp_path, 2, 4, samples=[*range(16, 24), *range(8), *range(16, 24)], log_level="WARNING")
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert found["skipped"] == [True, False, True]
+    said = [line for line in caplog.messages if line.startswith("model.loss_weight: ")]
+    assert said == [
+        "model.loss_weight: an update had no items on any process and was skipped; later ones are skipped without a warning"
+    ]
+
+
+def test_an_update_of_nothing_is_none(tmp_path: Path) -> None:
     """Bit for bit: no decay of weights, no movement of moments, averages or schedules."""
     with_it = run(tmp_path / "with", 2, 4)
     without = run(tmp_path / "without", 2, 4, samples=[*range(16), *range(24, 32)])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flextrain import Hook
@@ -119,6 +119,40 @@ class Schedule(Hook):
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         self.rate *= 0.5
+
+
+class Tempered(nn.Module):
+    """Logs a parameter, a part of one, and a buffer, all of which change later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale = nn.Linear(6, 2), nn.Parameter(torch.ones(2))
+        self.register_buffer("seen", torch.zeros(()))
+        self.was: list[list[float]] = []
+
+    def forward(self, x: Tensor, y: Tensor, index: Tensor) -> dict[str, Tensor]:
+        self.seen += 1
+        logits = self.net(x) * self.scale.prod()
+        self.was.append([float(self.scale[0].detach()), float(self.seen)])
+        return {"loss": nn.functional.cross_entropy(logits, y), "scale": self.scale[0], "seen": self.seen}
+
+
+class Kept(Hook):
+    def __init__(self) -> None:
+        self.found: list[list[Tensor]] = []
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self.found.append([outputs["scale"], outputs["seen"]])
+
+
+def test_a_parameter_in_the_log_is_what_it_was(tmp_path: Path) -> None:
+    """Nothing is read before the end, when all of them have changed."""
+    kept = Kept()
+    runner = make_runner(
+        tmp_path, model=Tempered, train_cfg=dict(by_epoch=False, max_iters=4), custom_hooks=[kept], val_cfg=None
+    )
+    runner.train()
+    assert [[float(value) for value in values] for values in kept.found] == runner.model.was
 
 
 @pytest.mark.parametrize("hold_s", [0.0, 60.0], ids=["slow", "fast"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ def run(
     accumulate: int,
     model: str | Callable[[], nn.Module] = "llama",
     samples: list[dict[str, Tensor]] | None = None,
+    hooks: Sequence[Hook] = (),
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses, norms and weights of two updates of eight samples."""
     torch.manual_seed(0)
@@ -110,7 +111,7 @@ def run(
             clip_grad=dict(max_norm=1.0),
         ),
         train_cfg=dict(max_epochs=1),
-        custom_hooks=[watch],
+        custom_hooks=[watch, *hooks],
         default_hooks=dict(checkpoint=None),
         randomness=dict(seed=0),
         log_level="WARNING",
@@ -178,6 +179,27 @@ def test_the_logged_loss_is_the_mean_over_tokens(tmp_path: Path) -> None:
         total += own * float(model(**{name: value[None] for name, value in sample.items()}).loss.detach())
         count += own
     assert losses[0] == pytest.approx(total / count, rel=1e-5)
+
+
+class Parts(Hook):
+    """The parts of the loss that are logged."""
+
+    def __init__(self) -> None:
+        self.found: list[list[Tensor]] = []
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self.found.append([outputs["loss"], outputs["loss_text"], outputs["loss_size"]])
+
+
+def test_the_parts_of_a_loss_that_divides_sums_add_up_to_it(tmp_path: Path) -> None:
+    """Their share is that of the sum, not the one by which means are weighed."""
+    found = []
+    for batch, accumulate in ((8, 1), (2, 4)):
+        parts = Parts()
+        run(tmp_path / str(batch), ALONE, batch, accumulate, "sums", hooks=[parts])
+        found.append(torch.tensor(parts.found))
+    torch.testing.assert_close(found[1], found[0], rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(found[1][:, 0], found[1][:, 1:].sum(1), rtol=1e-5, atol=1e-6)
 
 
 def test_without_weights_the_batches_count_the_same(tmp_path: Path) -> None:
