@@ -440,9 +440,19 @@ def test_a_model_that_gives_means_is_told(
     assert said.count("micro-batches with 1 and 16 labels that count have the same weight") == said.count(way_out) == 1
 
 
-@pytest.mark.parametrize("batch, accumulate, labelled", [(8, 1, None), (1, 8, lambda i: 5)], ids=["one batch", "equal"])
+class MeantMeans(Means):
+    """Says that it means it so."""
+
+    loss_weight = None
+
+
+@pytest.mark.parametrize(
+    "model, batch, accumulate, labelled",
+    [(Means, 8, 1, None), (Means, 1, 8, lambda i: 5), (MeantMeans, 1, 8, None)],
+    ids=["one batch", "equal", "meant so"],
+)
 def test_a_model_that_gives_means_is_not_told_in_vain(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], batch: int, accumulate: int, labelled: Any
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Any, batch: int, accumulate: int, labelled: Any
 ) -> None:
-    run(tmp_path, ALONE, batch, accumulate, Means, data(labelled) if labelled else None)
+    run(tmp_path, ALONE, batch, accumulate, model, data(labelled) if labelled else None)
     assert "labels that count" not in "".join(capsys.readouterr())
