@@ -157,6 +157,24 @@ def test_what_is_said_to_have_arrived_has(name: str) -> None:
             assert all(message in waited_for for message in messages)
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_line_is_opened_and_no_other(name: str) -> None:
+    """A line whose communicator is made at its first message, while its other end waits elsewhere, is a deadlock."""
+    schedule = SCHEDULES[name]
+    each = schedule.stages_per_process[0]
+    process_of = [schedule.process_of(stage, 3) for stage in range(3 * each)]
+    orders = orders_of(name, 3, each, 7)
+    used = {
+        (message[0], source, process_of[message[1]])
+        for source, order in enumerate(orders)
+        for action in order
+        if (message := sent(action, 3 * each))
+    }
+    for own in range(3):
+        lines = route_of(orders, process_of, own).lines
+        assert list(lines) == sorted(line for line in used if line[1] != line[2])
+
+
 @pytest.mark.parametrize("micro_batches", [4, 8, 32])
 @pytest.mark.parametrize(
     "name, each, expected",
