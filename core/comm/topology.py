@@ -7,6 +7,7 @@ import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -189,6 +190,17 @@ def use_shard(data: DataShard) -> None:
 
 
 _told: tuple[int, int] | None = None  # in the worker of a loader
+_is_divided = ContextVar("is_divided", default=False)
+
+
+@contextmanager
+def divided_by_its_reader() -> Iterator[None]:
+    """Context in which a stream is read of whose samples the reader keeps a part: in it ``data_shard`` divides over workers only."""
+    token = _is_divided.set(True)
+    try:
+        yield
+    finally:
+        _is_divided.reset(token)
 
 
 def tell_worker(shard: tuple[int, int]) -> None:
@@ -201,7 +213,8 @@ def data_shard() -> tuple[int, int]:
     """Return (index, count) of the samples that a stream which divides itself has to give here: one of ``count``.
 
     Processes that hold one model together, as the stages of a pipeline, have to train on the same samples and get the same
-    numbers. Workers of a data loader share those of their process. Outside of a run of several processes: (0, 1), or
+    numbers. Workers of a data loader share those of their process. With ``shard=True`` flextrain divides over the processes, and
+    this over the workers only. Outside of a run of several processes: (0, 1), or
     the worker's.
 
     Example:
@@ -219,6 +232,8 @@ def data_shard() -> tuple[int, int]:
 
 def process_shard() -> tuple[int, int]:
     """``data_shard`` of the process, whichever worker of it asks."""
+    if _is_divided.get():
+        return 0, 1
     if _told is not None:
         return _told
     here = _here.get(torch_dist.group.WORLD) if dist.is_initialized() else None

@@ -261,7 +261,7 @@ def recorded_run(folder: Path, name: str) -> RecordedRun:
     """
     if not folder.is_dir():
         raise ConfigError(f"report: there is no folder {folder}, give the work directory of a run")
-    starts, events = _starts(folder), read_events(folder)
+    starts, events = _starts(folder), _without_refused(read_events(folder))
     if not starts and not events:
         raise ConfigError(f"report: {folder} has no logs of a run, give a work directory")
     run = RecordedRun(name, folder)
@@ -294,6 +294,18 @@ def recorded_run(folder: Path, name: str) -> RecordedRun:
     if more:
         run.notes.append(f"{more:,} more warnings are in the log")
     return run
+
+
+def _without_refused(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out failures of starts that did not begin, after training had finished: such a start has changed nothing."""
+    kept: list[dict[str, Any]] = []
+    has_finished = False
+    for event in events:
+        if event["event"] in ("started", "finished"):
+            has_finished = event["event"] == "finished"
+        if not (has_finished and event["event"] == "failed" and "iter" not in event):
+            kept.append(event)
+    return kept
 
 
 def _starts(folder: Path) -> list[_Start]:

@@ -296,6 +296,7 @@ class CheckpointHook(Hook):
         self._best = BestScores(save_best, rule, greater_keys, less_keys, where)
         self._kept = KeptCheckpoints(self.filename_tmpl, max_keep_ckpts, keep_every, where)
         self._last: int | None = None
+        self._tried = 0  # updates at the last save, whether it has failed or not, or when training began
         self._last_failed = False
         self._is_training = False
         self._has_looked = False  # True once the folder may hold checkpoints of this run
@@ -342,17 +343,10 @@ class CheckpointHook(Hook):
         if self._fast:
             self._fast.check_shared(runner)
 
-    def before_train(self, runner: Run) -> None:
-        """Check that the folder is writable, and continue with the checkpoints that a resumed run had kept."""
+    def check_folders(self, runner: Run) -> None:
+        """Check that the folders are writable, and hold no checkpoints of another run."""
         if self._out_dir is not None:  # the runner has checked its work directory
             make_writable(self.out_dir(runner), "CheckpointHook.out_dir")
-        self._is_training, self._has_ended, self._last = True, False, None
-        how = dict(by_epoch=self.by_epoch, save_last=self.save_last)
-        never = beyond_the_end(runner, self.interval, self.save_begin, **how)
-        for doubt in filter(None, (never, has_no_epochs(runner, self.interval, **how))):
-            runner.logger.warning(doubt)
-        when = when_saved(self.interval, save_last=self.save_last, saves_best=self.saves_best)
-        runner.logger.info(f"Checkpoints will be saved to {self.out_dir(runner)}{when}")
         if runner.iter == 0 or not self._has_looked:
             saves = self.interval > 0 or self.save_last or self._best.wanted
             own = [self.out_dir(runner)] + ([self._fast.folder] if self._fast else [])
@@ -360,10 +354,21 @@ class CheckpointHook(Hook):
                 found, replaced = keep_others(runner, own[0], self.filename_tmpl, own=own, overwrite=self.overwrite)
                 self.found_of_others, self._kept.others = {own[0] / name for name in found}, replaced
         self._has_looked = True
-        self._kept.go_on(runner, self.out_dir(runner))
-        self._lost = self._lost_ones(runner) if self._best.wanted and self.best_scores else ()
         if self._fast:
             self._fast.begin(runner, overwrite=self.overwrite)
+
+    def before_train(self, runner: Run) -> None:
+        """Say when checkpoints will be saved, and continue with those that a resumed run had kept."""
+        self._is_training, self._has_ended, self._last = True, False, None
+        self._tried = runner.iter
+        how = dict(by_epoch=self.by_epoch, save_last=self.save_last)
+        never = beyond_the_end(runner, self.interval, self.save_begin, **how)
+        for doubt in filter(None, (never, has_no_epochs(runner, self.interval, **how))):
+            runner.logger.warning(doubt)
+        when = when_saved(self.interval, save_last=self.save_last, saves_best=self.saves_best)
+        runner.logger.info(f"Checkpoints will be saved to {self.out_dir(runner)}{when}")
+        self._kept.go_on(runner, self.out_dir(runner))
+        self._lost = self._lost_ones(runner) if self._best.wanted and self.best_scores else ()
 
     def after_train_epoch(self, runner: Run) -> None:
         """Save a checkpoint if it is due."""
@@ -371,6 +376,7 @@ class CheckpointHook(Hook):
             self.every_n_epochs(runner, self.interval, self.save_begin)
             or (self.save_last and self.is_last_train_epoch(runner))
         ):
+            self._tried = runner.iter
             self._save_checkpoint(runner)
 
     def after_train_iter(
@@ -387,6 +393,7 @@ class CheckpointHook(Hook):
             self.every_n_train_iters(runner, self.interval, self.save_begin)
             or (self.save_last and self.is_last_train_iter(runner))
         ):
+            self._tried = runner.iter + 1
             self._save_checkpoint(runner)
         elif self._fast and self._fast.is_due(runner.iter + 1):
             self._fast.save(runner, runner.iter + 1, runner.epoch)
@@ -402,9 +409,9 @@ class CheckpointHook(Hook):
         self._save_best_checkpoint(runner, metrics)
 
     def after_train(self, runner: Run) -> None:
-        """Save the last state if training was stopped early."""
+        """Save the last state if that was not done: training was stopped early, or had other updates than ``len`` of its data says."""
         number = runner.epoch if self.by_epoch else runner.iter
-        if self.save_last and number > 0 and number != self._last and runner.train_loop.stop_training:
+        if self.save_last and number > 0 and number != self._last and runner.iter != self._tried:
             self._save_checkpoint_with_step(runner, number, self._position(runner))
         self._saves.settle(runner)
         self._is_training, self._has_ended = False, not self._last_failed

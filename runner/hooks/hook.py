@@ -112,6 +112,13 @@ class Hook:
         """Return the folder of this hook's second tier of checkpoints, where ``resume=True`` looks too; None: no tier."""
         return None
 
+    def check_folders(self, runner: Any) -> None:
+        """Raise ConfigError if this hook would write over what is not of this run, on every process.
+
+        Called when it is known where training begins, or goes on after it went back to a checkpoint: before a file or an event
+        says that it has begun, and before any hook's ``before_train``.
+        """
+
     def check_metrics(self, runner: Any, names: Collection[str]) -> None:
         """Raise ConfigError if a metric that this hook needs is not in ``names``; called by the dry pass of validation.
 
@@ -335,7 +342,7 @@ _NAMES = (*POINTS, *dict.fromkeys(name for groups in HOOK_POINTS.values() for na
 
 
 def check_points(hook: Hook, where: str) -> None:
-    """Raise ConfigError if a name looks like a hook point but is not one.
+    """Raise ConfigError if a name looks like a hook point but is not one, or if a state is to be loaded that is not saved.
 
     A public method of a hook, or a function set as an attribute of an instance, may not begin with ``before_`` or
     ``after_`` unless it is a hook point. Names with ``_before_``, ``_after_`` or ``on_`` are refused if they are near
@@ -352,6 +359,12 @@ def check_points(hook: Hook, where: str) -> None:
                 f"{where}: {type(hook).__name__}.{name} is no hook point and would never be called"
                 f"{suggest(name, _NAMES) or '; give it another name'}"
             )
+    if depth(hook, "load_state_dict", Hook) < NOWHERE and depth(hook, "state_dict", Hook) == NOWHERE:
+        near = nearest("state_dict", sorted({*dir(type(hook))} - {*dir(Hook)}))
+        raise ConfigError(
+            f"{where}: {type(hook).__name__}.load_state_dict would never be called, because the hook has no state_dict() and checkpoints "
+            f"would hold nothing of it{f'; is {near} meant to be it?' if near else ''}"
+        )
 
 
 class HookDispatcher:

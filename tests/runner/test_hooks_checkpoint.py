@@ -51,6 +51,7 @@ class Stage:
         self.runner, self.saved = runner, []
         runner.save_checkpoint = lambda folder, name, **_: self._save(folder, name)
         self.hook = CheckpointHook(**options)
+        self.hook.check_folders(runner)
         self.hook.before_train(runner)
 
     def _save(self, folder: Path, name: str) -> None:

@@ -260,6 +260,26 @@ def test_helpers_and_values_may_be_called_so() -> None:
     check_points(Fine(), "custom_hooks[0]")
 
 
+def test_a_state_that_would_be_loaded_but_is_not_saved() -> None:
+    class Counting(Hook):
+        def sate_dict(self) -> dict[str, Any]:
+            return {"count": 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    with pytest.raises(
+        ConfigError, match=r"^custom_hooks\[0\]: Counting.load_state_dict .* is sate_dict meant to be it\?$"
+    ):
+        check_points(Counting(), "custom_hooks[0]")
+
+    class Right(Counting):
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": 1}
+
+    check_points(Right(), "custom_hooks[0]")
+
+
 def test_a_function_that_a_hook_is_given_is_called(new_run: Callable[..., FlexibleRunner]) -> None:
     hook, seen = Hook(), []
     runner = new_run(custom_hooks=[hook], train_cfg=dict(max_epochs=1))

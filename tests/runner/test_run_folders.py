@@ -16,7 +16,10 @@ import pytest
 
 from flextrain import FlexibleRunner
 from flextrain.core.base.errors import ConfigError, StorageError
+from flextrain.core.base.events import read_events
 from flextrain.core.checkpoint.folders import FILE, FolderLock, OccupiedError, owner_of
+from flextrain.report.recorded_run import recorded_run
+from flextrain.report.run_facts import state_of
 from flextrain.runner.hooks import Hook
 from flextrain.testing import WorkerGroup
 
@@ -65,9 +68,30 @@ def test_checkpoints_of_another_run_stay(tmp_path: Path) -> None:
     ):
         run(tmp_path).train()
     assert written(tmp_path) == before
+    assert state_of(recorded_run(tmp_path, "")) == "finished"
     run(tmp_path, 3, resume=True).train()
+    assert [event["iter"] for event in read_events(tmp_path) if event["event"] == "started"] == [0, 14]
     run(tmp_path, 3, overwrite=True).train()
     assert not written(tmp_path).items() & before.items()
+
+
+class Clears(Hook):
+    """Writes a file of its own, from the beginning where training begins."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def before_train(self, runner: FlexibleRunner) -> None:
+        self.file.write_text(f"from {runner.iter}")
+
+
+def test_a_refused_start_comes_to_no_hook(tmp_path: Path) -> None:
+    file = tmp_path / "mine"
+    run(tmp_path, custom_hooks=[Clears(file)]).train()
+    file.write_text("the whole run")
+    with pytest.raises(ConfigError, match="holds checkpoints of another run"):
+        run(tmp_path, custom_hooks=[Clears(file)]).train()
+    assert file.read_text() == "the whole run"
 
 
 def test_a_used_folder_is_refused_whatever_the_names_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -82,7 +82,7 @@ def numbers(folder: str, group: str, dataset: Any, iters: int = 6, **loader: Any
         model=Sum,
         work_dir=folder,
         strategy=GROUPS[group],
-        train_dataloader=dict(dataset=dataset, batch_size=4, collate_fn="default_collate", shard=False, **loader),
+        train_dataloader=dict(dataset=dataset, batch_size=4, collate_fn="default_collate") | {"shard": False} | loader,
         optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.0)),
         train_cfg=dict(by_epoch=False, max_iters=iters),
         custom_hooks=[seen],
@@ -112,6 +112,23 @@ def test_a_stream_divides_itself_by_its_shard(tmp_path: Path, workers2: WorkerGr
     assert (one == two) == (group == "pp")
     own = sorted(chain(*one, *(() if group == "pp" else two)))
     assert own == list(range(24 if group == "pp" else 48))
+
+
+class Late(Numbers):
+    """Asks when the first sample is wanted."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+
+
+@pytest.mark.parametrize("loading", [0, 1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", [Numbers, Late])
+def test_a_stream_that_divides_itself_is_not_divided_twice(
+    tmp_path: Path, workers2: WorkerGroup, kind: Any, loading: int
+) -> None:
+    context = dict(multiprocessing_context="forkserver") if loading == 1 else {}
+    one, two = workers2.run(numbers, str(tmp_path), "ddp", kind(), shard=True, num_workers=loading, **context)
+    assert sorted(chain(*one, *two)) == list(range(48))
 
 
 def before_a_run() -> str:

@@ -394,7 +394,10 @@ class Lying(Restartable):
 @pytest.mark.parametrize("says", [2, 5])
 def test_a_length_that_is_not_true_is_said_once(says: int, tmp_path: Path, said: list[str]) -> None:
     watch = Watch()
-    runner = make_runner(tmp_path, train_dataloader=Lying(Samples(12), says), custom_hooks=[watch], log_level="INFO")
+    runner = make_runner(
+        tmp_path, train_dataloader=Lying(Samples(12), says), custom_hooks=[watch], log_level="INFO",
+        default_hooks=dict(checkpoint=dict(by_epoch=False, interval=4)),
+    )  # fmt: skip
     runner.train()
     assert watch.trained == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]] * 3
     lines = [line for line in said if "len()" in line]
@@ -402,6 +405,7 @@ def test_a_length_that_is_not_true_is_said_once(says: int, tmp_path: Path, said:
         f"train_dataloader: len() of Lying says {says} batches, but the epoch had 3; all of them are trained on, schedules "
         "and the estimated time use len()"
     ]
+    assert (tmp_path / "latest").read_text() == "iter_9", "the end is saved, whatever the length says"
 
 
 class Nothing(Restartable):

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from ....core.base.errors import ConfigError
+from ....core.comm.topology import divided_by_its_reader
 from ..samplers import tell_epoch
 from .hugging_face import has_no_seed, is_of_hugging_face, why_not_by_shards
 
@@ -116,12 +117,19 @@ class DividedStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         # Now, not when the first item is asked for: torchdata takes a state before that.
         self._read, self._start = self._start, 0
-        return self._own(iter(self.dataset))
+        with divided_by_its_reader():
+            items = iter(self.dataset)
+        return self._own(items)
 
     def _own(self, items: Iterator[Any]) -> Iterator[Any]:
         index, count = self._shard
         item = _NONE
-        for item in items:
+        while True:
+            with divided_by_its_reader():
+                following = next(items, _NONE)
+            if following is _NONE:
+                break
+            item = following
             self._read += 1
             if (self._read - 1) % count == index:
                 yield item
