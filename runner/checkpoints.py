@@ -73,7 +73,8 @@ class Checkpoints:
                 check_can_be_saved(run)
                 if line := frozen_advice(run):
                     run.logger.info(line)
-        self._check_folders()
+        for hook in run.hooks:
+            hook.check_folders(run)
         self.started = True
         self._check_initialised()
         loop = run.train_loop
@@ -107,7 +108,8 @@ class Checkpoints:
 
                 self._run.call_hook("on_exception", exception=left)
                 go_on(self._run, loop, left, partial(self.resume, left.path, Resume()))
-                self._check_folders()
+                for hook in self._run.hooks:
+                    hook.check_folders(self._run)
 
     def start_evaluation(self) -> None:
         """Load the weights to begin with for a call besides train(), if they were not; train() may still resume."""
@@ -177,10 +179,6 @@ class Checkpoints:
             return
         run.logger.info(f"{path}: was saved without its frozen parameters, which are loaded from {shown(base)} first")
         run.load_checkpoint(base)
-
-    def _check_folders(self) -> None:
-        for hook in self._run.hooks:
-            hook.check_folders(self._run)
 
     def _check_initialised(self) -> None:
         with raising_together():  # a process may hold other parameters than the next

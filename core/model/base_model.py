@@ -231,6 +231,10 @@ def parse_losses(losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     only = losses.get("loss") if len(losses) == 1 else None
     if isinstance(only, Tensor) and only.dim() == 0:  # fast path: most models return this
         return only, {"loss": only}
+    return _sum_of_parts(losses)
+
+
+def _sum_of_parts(losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     values: dict[str, Tensor] = {}
     for name, value in losses.items():
         if isinstance(value, Tensor):

@@ -10,7 +10,7 @@ from ...core.base.config import refuse_foreign
 from ...core.base.errors import ConfigError, suggest
 from ...core.base.registry import HOOKS
 from . import DEFAULT_HOOKS, CheckpointHook, EarlyStoppingHook, Hook, ParamSchedulerHook, get_priority
-from .hook import check_points, refuse_methods
+from .hook import check_methods
 
 
 def build_hooks(default_hooks: Any, custom_hooks: Any, *, validates: bool) -> list[tuple[Hook, int]]:
@@ -45,7 +45,7 @@ def _refuse_twice(key: str, built: Sequence[tuple[Hook, int]]) -> None:
 def build_hook(cfg: Any, key: str) -> Hook:
     """Build the hook that ``cfg`` describes; errors of its constructor name ``key`` instead of the class."""
     if isinstance(cfg, Hook):
-        _check_methods(cfg, key)
+        check_methods(cfg, key)
         return cfg
     bare = {name: value for name, value in cfg.items() if name != "priority"} if isinstance(cfg, Mapping) else cfg
     _refuse_other_classes(bare.get("type") if isinstance(bare, Mapping) else bare, key)
@@ -60,7 +60,7 @@ def build_hook(cfg: Any, key: str) -> Hook:
         raise ConfigError(f"{key}.{rest}" if name in _names(kind) else str(error)) from error.__cause__
     if not isinstance(hook, Hook):
         raise ConfigError(f"{key}.type: gave {type(hook).__name__}, which is no Hook, subclass flextrain.Hook")
-    _check_methods(hook, key)
+    check_methods(hook, key)
     return hook
 
 
@@ -69,12 +69,6 @@ def _refuse_other_classes(given: Any, key: str) -> None:
     refuse_foreign(given, key, "flextrain.Hook", HOOKS)
     if hasattr(given, "after_train_iter") and not inspect.isclass(given):
         raise ConfigError(f"{key}: {type(given).__name__} is no Hook, subclass flextrain.Hook")
-
-
-def _check_methods(hook: Hook, key: str) -> None:
-    """Raise ConfigError if a method of the hook looks like a hook point but would never be called."""
-    check_points(hook, key)
-    refuse_methods(hook, key)
 
 
 def priority_of(hook: Hook, cfg: Any, key: str) -> int:

@@ -348,9 +348,8 @@ class CheckpointHook(Hook):
         if self._out_dir is not None:  # the runner has checked its work directory
             make_writable(self.out_dir(runner), "CheckpointHook.out_dir")
         if runner.iter == 0 or not self._has_looked:
-            saves = self.interval > 0 or self.save_last or self._best.wanted
             own = [self.out_dir(runner)] + ([self._fast.folder] if self._fast else [])
-            if saves:
+            if self.interval > 0 or self.save_last or self._best.wanted:
                 found, replaced = keep_others(runner, own[0], self.filename_tmpl, own=own, overwrite=self.overwrite)
                 self.found_of_others, self._kept.others = {own[0] / name for name in found}, replaced
         self._has_looked = True

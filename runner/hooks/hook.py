@@ -113,10 +113,9 @@ class Hook:
         return None
 
     def check_folders(self, runner: Any) -> None:
-        """Raise ConfigError if this hook would write over what is not of this run, on every process.
+        """Raise ConfigError, on every process, if this hook would write over what belongs to another run.
 
-        Called when it is known where training begins, or goes on after it went back to a checkpoint: before a file or an event
-        says that it has begun, and before any hook's ``before_train``.
+        Called where training begins or goes back to, before an event says so and before any hook's ``before_train``.
         """
 
     def check_metrics(self, runner: Any, names: Collection[str]) -> None:
@@ -341,15 +340,11 @@ class _Table(dict[str, tuple[HookCall, ...]]):
 _NAMES = (*POINTS, *dict.fromkeys(name for groups in HOOK_POINTS.values() for name in groups))
 
 
-def check_points(hook: Hook, where: str) -> None:
-    """Raise ConfigError if a name looks like a hook point but is not one, or if a state is to be loaded that is not saved.
+def check_methods(hook: Hook, where: str) -> None:
+    """Raise ConfigError if a method would never be called: it looks like a hook point, or loads a state that nobody saves.
 
-    A public method of a hook, or a function set as an attribute of an instance, may not begin with ``before_`` or
-    ``after_`` unless it is a hook point. Names with ``_before_``, ``_after_`` or ``on_`` are refused if they are near
-    one.
-
-    Raises:
-        ConfigError: with the nearest hook point.
+    A public method of a hook, or a function set as an attribute of an instance, may not begin with ``before_`` or ``after_``
+    unless it is a hook point. Names with ``_before_``, ``_after_`` or ``on_`` are refused if they are near one.
     """
     for name in sorted({*dir(type(hook)), *vars(hook)} - {*_NAMES, *dir(Hook)}):
         looks_alike = name.startswith(("before_", "after_"))
@@ -365,6 +360,7 @@ def check_points(hook: Hook, where: str) -> None:
             f"{where}: {type(hook).__name__}.load_state_dict would never be called, because the hook has no state_dict() and checkpoints "
             f"would hold nothing of it{f'; is {near} meant to be it?' if near else ''}"
         )
+    refuse_methods(hook, where)
 
 
 class HookDispatcher:

@@ -403,8 +403,7 @@ def _left_out(runner: Run) -> int:
 class _Episode:
     """Decides how often to report: at bad looks 1, 10, 100, ..., starting again after ten good ones in a row."""
 
-    def __init__(self) -> None:
-        self._bad, self._good, self._next, self._is_told = 0, 0, 1, False
+    _bad, _good, _next, _is_told = 0, 0, 1, False
 
     def goes_on(self) -> bool:
         """Count a bad look; return True if it is to be reported."""

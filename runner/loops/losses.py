@@ -255,19 +255,23 @@ def losses_of(result: Any, module: nn.Module, batch: Any) -> dict[str, Any]:
         losses = {name: value for name, value in result.items() if isinstance(name, str) and "loss" in name}
         if losses:
             return losses
+    raise _no_loss(result, module, batch)
+
+
+def _no_loss(result: Any, module: nn.Module, batch: Any) -> ConfigError:
     name, kind = type(module).__name__, type(result).__name__
     if (
         isinstance(batch, Mapping)
         and batch.get("labels") is None
         and "labels" in inspect.signature(module.forward).parameters
     ):
-        raise ConfigError(
+        return ConfigError(
             f"model: the batch has no labels, without which {name}.forward gives no loss; add them, as "
             "DataCollatorForLanguageModeling(tokenizer, mlm=False) of transformers does for a causal language model"
         )
-    raise ConfigError(
+    return ConfigError(
         f"model: {name}.forward has no parameter mode and gave {kind} without a loss; return an object or dict with a "
-        f"loss, or take mode{f': {NO_LOSS}' if is_dict else ''}"
+        f"loss, or take mode{f': {NO_LOSS}' if isinstance(result, Mapping) else ''}"
     )
 
 

@@ -23,7 +23,7 @@ from flextrain.runner.hooks import (
     Priority,
     get_priority,
 )
-from flextrain.runner.hooks.hook import check_points
+from flextrain.runner.hooks.hook import check_methods
 
 
 def named(name: str, priority: Any, log: list[str]) -> Hook:
@@ -257,7 +257,7 @@ def test_helpers_and_values_may_be_called_so() -> None:
         after_iters = 3
         _after_it_all = _before_saving = on_trace_ready = lambda self: None
 
-    check_points(Fine(), "custom_hooks[0]")
+    check_methods(Fine(), "custom_hooks[0]")
 
 
 def test_a_state_that_would_be_loaded_but_is_not_saved() -> None:
@@ -271,13 +271,13 @@ def test_a_state_that_would_be_loaded_but_is_not_saved() -> None:
     with pytest.raises(
         ConfigError, match=r"^custom_hooks\[0\]: Counting.load_state_dict .* is sate_dict meant to be it\?$"
     ):
-        check_points(Counting(), "custom_hooks[0]")
+        check_methods(Counting(), "custom_hooks[0]")
 
     class Right(Counting):
         def state_dict(self) -> dict[str, Any]:
             return {"count": 1}
 
-    check_points(Right(), "custom_hooks[0]")
+    check_methods(Right(), "custom_hooks[0]")
 
 
 def test_a_function_that_a_hook_is_given_is_called(new_run: Callable[..., FlexibleRunner]) -> None:
