@@ -311,7 +311,11 @@ class TrainData:
         self.prints = checks.prints_of_all(prints, any(needed))
         if not all(even):
             self._in_step = InStep(
-                "train_dataloader", processes=len(samples), ahead=not any(keeps_position), timeout_s=timeout_s
+                "train_dataloader",
+                processes=len(samples),
+                shards=self._shard[1],
+                ahead=not any(keeps_position),
+                timeout_s=timeout_s,
             )
             self._least = None if None in lengths else min(lengths)
         if topology is not None and topology.shares_data:

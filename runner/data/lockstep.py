@@ -77,13 +77,16 @@ class InStep:
         where: the configuration key, for the message.
         ahead: read the next window before the current one is given out; otherwise read only what is given out next.
         processes: number of processes.
+        shards: number of shards of the data, which no two processes with different ones should read alike.
         timeout_s: longest time in seconds that a process may take for its next window.
     """
 
-    def __init__(self, where: str, *, processes: int, ahead: bool = True, timeout_s: float | None = None) -> None:
-        self._where, self._ahead, self._processes = where, ahead, processes
+    def __init__(
+        self, where: str, *, processes: int, shards: int, ahead: bool = True, timeout_s: float | None = None
+    ) -> None:
+        self._where, self._ahead, self._processes, self._shards = where, ahead, processes, shards
         self._group = dist.side_group(timeout_s, _PURPOSE)
-        self._said = False
+        self._said = self._is_compared = False
 
     def windows(self, own: Iterator[Window], start: int = 0) -> Iterator[Window]:
         """Yield the windows of ``own``, up to the first window that some process does not have.
@@ -96,6 +99,8 @@ class InStep:
         window, smallest = self._next(own)
         while size := smallest():
             is_longer = len(window) > size
+            if not self._is_compared:
+                self._compare(window[:size])
             if self._ahead:
                 following, smallest = self._next(own)
             yield window[:size]
@@ -109,6 +114,16 @@ class InStep:
         """Return the next window, and a function that waits for the smallest length of all processes' next windows."""
         window = next(own, [])
         return window, dist.start_reduce(len(window), "min", self._group)
+
+    def _compare(self, window: Window) -> None:
+        """Warn if shards of the data begin with the same samples: a source that does not divide itself, though the user has said so."""
+        self._is_compared = True
+        found = dist.start_gather(_print_of(window), self._group)()
+        if len(set(found)) < self._shards:
+            logging.getLogger("flextrain").warning(
+                f"{self._where}: of {self._shards} processes with data of their own some begin with the same batch, so samples count several "
+                "times; shard=True gives every process its own part, flextrain.data.data_shard() says which one that is"
+            )
 
     def _say(self, done: int, is_longer: bool) -> None:
         longer = dist.start_reduce(int(is_longer), "sum", self._group)()
@@ -160,7 +175,7 @@ class SameBatches:
             check()
 
     def _start(self, window: Window) -> Callable[[], None]:
-        gathered = dist.start_gather(of_name(repr(of_leaves(window))) >> 1, self._group)
+        gathered = dist.start_gather(_print_of(window), self._group)
 
         def check() -> None:
             first: dict[int, tuple[int, int]] = {}
@@ -174,6 +189,10 @@ class SameBatches:
                     )
 
         return check
+
+
+def _print_of(window: Window) -> int:
+    return of_name(repr(of_leaves(window))) >> 1
 
 
 def _done() -> None:

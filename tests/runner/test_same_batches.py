@@ -131,6 +131,23 @@ def test_a_stream_that_divides_itself_is_not_divided_twice(
     assert sorted(chain(*one, *two)) == list(range(48))
 
 
+class Whole(Numbers):
+    """Does not divide itself."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.samples()
+
+
+@pytest.mark.parametrize("kind, times", [(Whole, 1), (Numbers, 0)])
+def test_processes_that_begin_with_the_same_samples_are_told(
+    tmp_path: Path, workers2: WorkerGroup, kind: Any, times: int
+) -> None:
+    """``shard=False`` was the user's word; once, though there are two passes."""
+    workers2.run(numbers, str(tmp_path), "ddp", kind(), 12)
+    said = "".join(path.read_text() for path in tmp_path.rglob("*.log"))
+    assert said.count("some begin with the same batch, so samples count several times") == times
+
+
 def before_a_run() -> str:
     with pytest.raises(ConfigError, match="data_shard: a run has not said yet what this process trains on") as error:
         data_shard()
