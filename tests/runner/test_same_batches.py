@@ -92,7 +92,7 @@ def numbers(folder: str, group: str, dataset: Any, iters: int = 6, **loader: Any
 
 
 @pytest.mark.parametrize("group", ["pp", "tp"])
-@pytest.mark.parametrize("alike", [0, 8])
+@pytest.mark.parametrize("alike", [0, 8, pytest.param(20, id="all but the last")])
 def test_a_group_with_different_batches_is_refused(
     tmp_path: Path, workers2: WorkerGroup, group: str, alike: int
 ) -> None:
