@@ -546,7 +546,7 @@ class IterBasedTrainLoop(TrainLoop):
             run_iter(self._done, batch)
             self._iter = self._done  # a subclass's own may leave the counting to the loop
             self.validate(self._iter)
-            if self.stop_training or self._done >= self._max_iters:  # a hook may have set another end
+            if self.stop_training:
                 return
 
     def batches(self) -> Iterator[Any]:
@@ -554,7 +554,10 @@ class IterBasedTrainLoop(TrainLoop):
         while self._done < self._max_iters:
             if self._jump():
                 stop = self._inner + self._max_iters - self._done
-                yield from self._due(stop)
+                for batch in self._due(stop):  # to its end, where the last batch is compared
+                    yield batch
+                    if self._done >= self._max_iters and self._inner < stop:  # a hook has set an earlier end
+                        return
                 if self._inner == 0:
                     raise self.data.no_batch()
                 if self._inner == stop != self.data.length(self._epoch):
