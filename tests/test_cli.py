@@ -311,11 +311,14 @@ def test_a_command_without_run_or_status_is_one_line(capsys: pytest.CaptureFixtu
     assert capsys.readouterr() == ("", f'loaded\nflextrain: command "{name}" of their_spectrum: {says}\n')
 
 
-def test_broken_third_party_name_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [OSError, SystemExit])
+def test_broken_third_party_name_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
     broken = Registry("strategy")
 
     def lookup(name: str) -> None:
-        raise OSError("its library is missing")
+        raise kind("its library is missing")
 
     broken.add_lookup(lookup, lambda: ["Broken"])
     monkeypatch.setattr("flextrain.core.base.registry.STRATEGIES", broken)

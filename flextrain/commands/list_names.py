@@ -139,7 +139,7 @@ def describe(found: registry.Registry, name: str) -> str:
         # What a library says when it is imported is no part of the list: DeepSpeed's log goes to standard output.
         with contextlib.redirect_stdout(sys.stderr):
             target = found.get(name)
-    except Exception as error:  # an entry point of a third party may fail in any way, and must not hide the other names
+    except (Exception, SystemExit) as error:  # of a third party, which may fail in any way
         return f"cannot be loaded: {error}"
     return documentation(target).summary
 
