@@ -191,7 +191,8 @@ def runner_arguments(script: str, arguments: Sequence[str] = ()) -> Iterator[dic
 
 
 def _of_config(path: str, arguments: Sequence[str]) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(prog=f"flextrain train {Path(path).name}", add_help=False, exit_on_error=False)
+    name = f"flextrain train {Path(path).name}"
+    parser = argparse.ArgumentParser(prog=name, add_help=False, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--cfg-options", nargs="+", action="extend", default=[])
     parser.add_argument("--work-dir")
     try:

@@ -132,6 +132,8 @@ def test_a_misspelt_command_gets_the_nearest_name(
         ("verify --strategis ddp x.py", 'flextrain verify: error: "--strategis" is not allowed, did you mean "--strategies"?'),
         ("verify --strategis=ddp x.py", 'flextrain verify: error: "--strategis" is not allowed, did you mean "--strategies"?'),
         ("verify x.py --lr 3", 'flextrain verify: error: "--lr" is not allowed, arguments of the script come after --'),
+        ("list machines --js", 'flextrain list: error: "--js" is not allowed, did you mean "--json"?'),
+        ("verify x.py --to 1", 'flextrain verify: error: "--to" is not allowed, did you mean "--tolerance"?'),
         ("init x -k", 'flextrain init: error: "-k" is not allowed, give --help'),
         ("checkpoint --jsno ls x", 'flextrain checkpoint: error: "--jsno" is not allowed, give --help'),
         ("checkpoint ls --jsno x", 'flextrain checkpoint ls: error: "--jsno" is not allowed, did you mean "--json"?'),
@@ -153,11 +155,6 @@ def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str], given:
     assert capsys.readouterr() == ("", f"{says}\n")
 
 
-def test_the_beginning_of_an_option_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "machines", "--js"]) == 0
-    assert "h100" in json.loads(capsys.readouterr().out)
-
-
 def test_notes_on_a_terminal_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in dict(FORCE_COLOR="1", COLUMNS="80", TERM="xterm-256color").items():
         monkeypatch.setenv(name, value)
@@ -172,10 +169,15 @@ def test_notes_on_a_terminal_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 THEIRS = """
+import sys
+
+print("loaded")  # as some libraries do
+
 def add(commands):
-    command = commands.add_parser("spectrum", help="show norms of 100%% of the weights")
+    print("added")
+    command = commands.add_parser("spectrum", help="show norms of 100%% of the weights", aliases=["spec"])
     command.add_argument("checkpoint", metavar="CHECKPOINT")
-    command.add_argument("--top", type=int)
+    command.add_argument("--top", type=int, help="keep 50% of %(dest)s")
     command.set_defaults(run=run)
 
 def run(arguments):
@@ -185,15 +187,30 @@ def run(arguments):
 POINTS = """[flextrain.commands]
 spectrum = their_spectrum
 norms = their_spectrum:add_norms
+half = their_spectrum:add_norms
 broken = their_spectrum:missing
+leaves = their_spectrum:leave
+idle = their_spectrum:add_idle
+no_add = their_spectrum:no_add
 absent = their_spectrum:add_nothing
 train = their_spectrum:missing
 """
 NORMS = """
 def add_norms(commands):
-    commands.add_parser("norms", help="").set_defaults(run=lambda arguments: 0)
+    commands.add_parser("norms", help="").set_defaults(run=lambda arguments: None)
+    commands.add_parser("half", help="keeps 50% of it, 100% sure").set_defaults(run=lambda arguments: "done")
+    commands.add_parser("else", help="cannot be called")
 
-def add_nothing(commands): ...
+def add_nothing(commands):
+    commands.add_parser("another")
+
+def add_idle(commands):
+    commands.add_parser("idle")
+
+def leave(commands):
+    sys.exit(3)
+
+no_add = 3
 """
 
 
@@ -201,12 +218,16 @@ def add_nothing(commands): ...
 def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An installed package with commands, of which some are broken, and one has a name of the library's."""
     package(tmp_path, "their_spectrum", "1.0", THEIRS + NORMS, entry_points=POINTS)
+    (tmp_path / "others").mkdir()
+    other = package(tmp_path / "others", "others", "2.0", "", entry_points="[flextrain.commands]\nspectrum = others\n")
+    monkeypatch.syspath_prepend(other)
     monkeypatch.syspath_prepend(tmp_path)
     yield
     sys.modules.pop("their_spectrum", None)
 
 
 BROKEN = 'flextrain: command "broken" of their_spectrum: cannot be loaded: '
+TWICE = 'flextrain: command "spectrum" of others is left out, that of their_spectrum comes first\n'
 
 
 @pytest.mark.usefixtures("theirs")
@@ -220,13 +241,21 @@ def test_a_command_of_another_package(capsys: pytest.CaptureFixture[str]) -> Non
     assert 'did you mean "spectrum"' in capsys.readouterr().err
     assert "their_spectrum" not in sys.modules, "nobody has asked for it"
     assert main(["spectrum", "x", "--top", "2"]) == 3
-    assert capsys.readouterr() == ("x 2\n", "")
+    assert capsys.readouterr() == ("x 2\n", f"loaded\nadded\n{TWICE}")
     with pytest.raises(SystemExit):
         main(["spectrum", "x", "--tpo", "2"])
-    assert capsys.readouterr().err == 'flextrain spectrum: error: "--tpo" is not allowed, did you mean "--top"?\n'
+    said = 'flextrain spectrum: error: "--tpo" is not allowed, did you mean "--top"?\n'
+    assert capsys.readouterr().err == f"added\n{TWICE}{said}"
     assert main(["norms"]) == 0
     assert main(["show", "spectrum"]) == 0
-    assert capsys.readouterr().out.startswith("usage: flextrain spectrum")
+    said = capsys.readouterr().out
+    assert said.startswith("usage: flextrain spectrum")
+    assert "keep 50% of top" in said
+    assert main(["list", "plugins", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["others 2.0"] == "commands: spectrum (that of their_spectrum counts)"
+    assert found["their_spectrum 1.0"].startswith("commands: spectrum, commands: norms, ")
+    assert found["their_spectrum 1.0"].endswith("commands: train (that of flextrain counts)")
 
 
 @pytest.mark.usefixtures("theirs")
@@ -237,35 +266,59 @@ def test_commands_of_other_packages_are_listed_with_their_package(capsys: pytest
     said = " ".join(out.split())
     assert "spectrum show norms of 100% of the weights (their_spectrum)" in said
     assert "train train what a configuration file describes verify" in said, "the library's own comes first"
-    lines = error.splitlines()
-    assert len(lines) == 2
-    assert lines[0].startswith(BROKEN)
-    assert lines[1].endswith("their_spectrum:add_nothing has added no command of this name")
+    assert "half keeps 50% of it, 100% sure (their_spectrum)" in said
+    assert error.startswith(f"loaded\nadded\n{BROKEN}")
+    start = 'flextrain: command "{}" of their_spectrum: cannot be loaded: {}\n'
+    assert error.endswith(
+        start.format("leaves", "SystemExit: 3")
+        + start.format("no_add", "their_spectrum:no_add has no function add, the entry point has to name the function")
+        + start.format("absent", "their_spectrum:add_nothing has added no command of this name")
+        + TWICE
+    )
+    assert error.count("\n") == 7
     assert main(["list", "commands", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {"doctor", "norms", "spectrum", "train"} <= found.keys()
+    assert {"doctor", "train"} <= found.keys()
+    assert {name: said for name, said in found.items() if "their" in said} == {
+        "norms": "(their_spectrum)",
+        "half": "keeps 50% of it, 100% sure (their_spectrum)",
+        "spectrum": "show norms of 100% of the weights (their_spectrum)",
+    }
+    assert "else" not in found, "it cannot be called"
     assert main(["completion", "bash"]) == 0
     assert "_shtab_flextrain_spectrum_option_strings=(-h --help --top)" in capsys.readouterr().out
-    assert (found["norms"], found["spectrum"]) == (
-        "(their_spectrum)",
-        "show norms of 100% of the weights (their_spectrum)",
-    )
 
 
 @pytest.mark.usefixtures("theirs")
 def test_a_broken_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["broken", "x", "--y"]) == 2
     out, error = capsys.readouterr()
-    assert (out, error.count("\n")) == ("", 1)
-    assert error.startswith(BROKEN)
+    assert (out, error.count("\n")) == ("", 2)
+    assert error.startswith(f"loaded\n{BROKEN}")
     assert "missing" in error
 
 
-def test_broken_third_party_name_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("theirs")
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("idle", "has nothing to run, give set_defaults(run=...), and no argument that name"),
+        ("half", "run has returned a str, give the exit status, or None for 0"),
+    ],
+)
+def test_a_command_without_run_or_status_is_one_line(capsys: pytest.CaptureFixture[str], name: str, says: str) -> None:
+    assert main([name]) == 2
+    assert capsys.readouterr() == ("", f'loaded\nflextrain: command "{name}" of their_spectrum: {says}\n')
+
+
+@pytest.mark.parametrize("kind", [OSError, SystemExit])
+def test_broken_third_party_name_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
     broken = Registry("strategy")
 
     def lookup(name: str) -> None:
-        raise OSError("its library is missing")
+        raise kind("its library is missing")
 
     broken.add_lookup(lookup, lambda: ["Broken"])
     monkeypatch.setattr("flextrain.core.base.registry.STRATEGIES", broken)

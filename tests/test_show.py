@@ -15,7 +15,9 @@ from flextrain.runner.hooks import Hook
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+    """A terminal of 80 columns without colours."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
 
 
 @pytest.mark.usefixtures("narrow")
@@ -33,7 +35,7 @@ def test_a_hook_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_in_a_pipe_an_argument_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
     assert main(["show", "EMAHook"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "  interval  int, default 1: the average moves at every ``interval``-th update." in lines

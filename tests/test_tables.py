@@ -64,8 +64,8 @@ def test_names_may_take_more_than_a_table_usually_does() -> None:
 
 
 def test_a_pipe_gets_a_line_for_each_row_without_a_frame(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("COLUMNS", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
     of_commands().print(table())
     assert capsys.readouterr().out.splitlines() == [
         "Strategies",

@@ -389,6 +389,12 @@ def is_a_folder_of_them(path: Path, newest: Path) -> CheckpointError:
     return CheckpointError(f"{path}: is no checkpoint, but a folder of checkpoints, give one of them, such as {newest}")
 
 
+def check_no_pointer(path: Path) -> None:
+    """Raise CheckpointError for the file ``latest``, which only names a checkpoint."""
+    if path.name == LATEST and path.is_file() and (newest := newest_in(path.parent)) is not None:
+        raise CheckpointError(f"{path}: is no checkpoint, but the name of one, give {newest}")
+
+
 def check_present(path: Path) -> None:
     """Check that there is a checkpoint at ``path``; its files may be damaged.
 
@@ -403,6 +409,7 @@ def check_present(path: Path) -> None:
             return
         if (newest := newest_in(path)) is not None:
             raise is_a_folder_of_them(path, newest)
+        check_no_pointer(path)
         hint = "; weights in a file are for load_from" if path.is_file() else ""
         raise CheckpointError(f"{path}: is not a complete checkpoint, it has no {MANIFEST}{hint}")
 

@@ -20,7 +20,7 @@ from ..comm.agreement import gather_differing, raising_together, told_by_rank_0
 from ..model.module_state import EXTRA, module_of
 from ..torch_compat.torch_private import has_values
 from .chunks import held_chunks
-from .directory import is_a_folder_of_them, is_checkpoint, newest_in
+from .directory import check_no_pointer, is_a_folder_of_them, is_checkpoint, newest_in
 from .folders import as_path, is_local
 from .foreign import weights_file as hugging_face
 from .foreign.weights_file import MODEL, open_file
@@ -297,6 +297,7 @@ def _open(path: Path) -> Checkpoint:
         return Checkpoint.open(path)
     from .foreign import dcp
 
+    check_no_pointer(path)
     if dcp.is_part(path):
         raise CheckpointError(f"{path}: is one file of a directory of torch.distributed.checkpoint, give {path.parent}")
     return hugging_face.open_index(path) if path.name.endswith(".index.json") else open_file(path)

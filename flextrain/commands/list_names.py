@@ -88,7 +88,7 @@ def print_kind(kind: str, as_json: bool, commands: Any) -> None:
         print_machines(as_json)
         return
     if kind == _PLUGINS:
-        descriptions = plugins()
+        descriptions = plugins(commands)
     elif kind == _COMMANDS:  # argparse has no public way to ask for what its help lists
         descriptions = {action.dest: (action.help or "") % {} for action in commands._choices_actions}
     else:
@@ -96,14 +96,25 @@ def print_kind(kind: str, as_json: bool, commands: Any) -> None:
     print_json(descriptions) if as_json else _print_table(kind, descriptions)
 
 
-def plugins() -> dict[str, str]:
-    """Installed packages that add something by an entry point, with their versions and what they add; none is imported."""
-    found = {}
+def plugins(commands: Any) -> dict[str, str]:
+    """Installed packages that add something by an entry point, with their versions and what they add; none is imported.
+
+    Of several with one name the first counts, and a command of ``commands``, which are argparse's, comes before; of the
+    group flextrain.report all do.
+    """
+    found: dict[str, str] = {}
+    owners = {("flextrain.commands", action.dest): "flextrain" for action in commands._choices_actions}
     for package in importlib.metadata.distributions():
         points = [point for point in package.entry_points if point.group.startswith("flextrain.")]
         if points and package.name != "flextrain":
-            added = ", ".join(f"{point.group.removeprefix('flextrain.')}: {point.name}" for point in points)
-            found[f"{package.name} {package.version}"] = added
+            added = []
+            for point in points:
+                owner = owners.setdefault((point.group, point.name), package.name)
+                note = (
+                    "" if owner == package.name or point.group == "flextrain.report" else f" (that of {owner} counts)"
+                )
+                added.append(f"{point.group.removeprefix('flextrain.')}: {point.name}{note}")
+            found[f"{package.name} {package.version}"] = ", ".join(added)
     return dict(sorted(found.items()))
 
 
@@ -128,7 +139,7 @@ def describe(found: registry.Registry, name: str) -> str:
         # What a library says when it is imported is no part of the list: DeepSpeed's log goes to standard output.
         with contextlib.redirect_stdout(sys.stderr):
             target = found.get(name)
-    except Exception as error:  # an entry point of a third party may fail in any way, and must not hide the other names
+    except (Exception, SystemExit) as error:  # of a third party, which may fail in any way
         return f"cannot be loaded: {error}"
     return documentation(target).summary
 

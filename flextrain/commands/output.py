@@ -58,7 +58,7 @@ def console() -> Console:
             raise BrokenPipeError
 
     found = UntilClosed(markup=False, emoji=False, highlight=False)
-    if found.is_terminal or "COLUMNS" in os.environ:
+    if found.is_terminal:
         return found
     unbroken = UntilClosed(width=_UNBROKEN, markup=False, emoji=False, highlight=False, soft_wrap=True)
     unbroken.as_lines = True

@@ -402,7 +402,7 @@ LOST = r"Connection (?:closed by peer|reset by peer|refused)|Broken pipe|recvVal
 rule(LOST)(ANOTHER_ENDED)
 rule(r"[Tt]imed out (?:waiting|after)|[Ww]ait timeout|Watchdog caught collective|Socket Timeout|DistStoreError")(
     "another process did not come to the same call in time: it failed, hangs, or has more work there; "
-    "env_cfg=dict(dist_cfg=dict(timeout=...)) sets the seconds"
+    "strategy=dict(timeout_s=...) or env_cfg=dict(dist_cfg=dict(timeout=...)), whichever is given, sets the seconds"
 )
 rule(r"Duplicate GPU detected")("two processes use one GPU: start no more processes than there are GPUs")
 rule(r"invalid device ordinal")("there are fewer devices than processes on this machine: start fewer processes")

@@ -23,7 +23,7 @@ from ...core.checkpoint import (
     newest_complete,
     passed_over,
 )
-from ...core.checkpoint.directory import ANOTHER_NAME, LATEST, write_file
+from ...core.checkpoint.directory import ANOTHER_NAME, LATEST, check_no_pointer, write_file
 from ...core.checkpoint.folders import is_local, reaching
 from ...core.checkpoint.untrusted import one_line
 from ...core.comm.agreement import raising_together, told_by_rank_0
@@ -124,6 +124,7 @@ def find_source(run: Run, without: Path | None = None) -> tuple[str | Path | Non
 def check_resumable(path: Path) -> None:
     """Raise CheckpointError for a file of weights; a collective."""
     if is_local(path) and told_by_rank_0(path.is_file):
+        check_no_pointer(path)
         raise not_resumable(path)
 
 

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ...core.base.errors import CheckpointError, ConfigError, FlexTrainError, StorageError, StrategyError, counted
+from ...core.base.errors import (
+    CheckpointError,
+    ConfigError,
+    FlexTrainError,
+    StorageError,
+    StrategyError,
+    counted,
+    the_user_s_line,
+)
 from ...core.base.events import job
 from ...core.base.overriding import overridden
 from ...core.base.tensors import nonfinite, parts_of, replica_of
@@ -113,7 +121,7 @@ def piece(path: Path, key: str, name: str | None = None) -> Iterator[None]:
     """Name the piece of a checkpoint in every error of the block, and the option that leaves the piece out.
 
     Raises:
-        CheckpointError: on one line, in place of any error that a damaged piece causes.
+        CheckpointError: on one line, in place of any error that a damaged piece causes, or code of the user's that takes it.
     """
     try:
         yield
@@ -123,8 +131,10 @@ def piece(path: Path, key: str, name: str | None = None) -> Iterator[None]:
         reason = str(error).removeprefix(f"{path}: ")
         raise CheckpointError(f"{path}: {reason}; {advice(name)}") from error
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path}: {key} is damaged, {type(error).__name__}: {reason}; {advice(name)}") from error
+        line = the_user_s_line(error)
+        what = f"could not be restored, {line} raised" if line and "site-packages" not in line else "is damaged,"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise CheckpointError(f"{path}: {key} {what} {reason}; {advice(name)}") from error
 
 
 # The loop and the data

@@ -62,11 +62,6 @@ def path(tmp_path: Path) -> Path:
     return save_checkpoint(tmp_path / "a", state(), written_by={"strategy": "Some"})
 
 
-@pytest.fixture(autouse=True)
-def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "240")
-
-
 # ls
 
 
@@ -83,10 +78,7 @@ def test_ls_of_a_run(tmp_path: Path, capsys: Capture) -> None:
     assert all(word in line for word in ("SingleDeviceStrategy", "latest", "kB", second["time"].replace("T", " ")))
 
 
-def test_ls_marks_the_best_and_the_damaged(
-    tmp_path: Path, path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("COLUMNS")
+def test_ls_marks_the_best_and_the_damaged(tmp_path: Path, path: Path, capsys: Capture) -> None:
     save_checkpoint(tmp_path / "best_loss_epoch_1", {"loop": 3})
     (tmp_path / "no_checkpoint").mkdir()
     (tmp_path / ".hidden.tmp").mkdir()
@@ -135,13 +127,13 @@ def test_show(path: Path, capsys: Capture) -> None:
 
 
 def test_long_names_are_shown_whole(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
+    for name, value in dict(FORCE_COLOR="1", TERM="dumb").items():
+        monkeypatch.setenv(name, value)
     path = save_checkpoint(tmp_path / "a", {"model." + "x" * 90: torch.ones(1)})
     assert run(capsys, "show", path, "x").count("x") >= 90
 
 
-def test_names_are_not_broken_in_a_pipe(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS")
+def test_names_are_not_broken_in_a_pipe(tmp_path: Path, capsys: Capture) -> None:
     name = "model." + "x" * 200
     assert f"\n{name} " in run(capsys, "show", save_checkpoint(tmp_path / "a", {name: torch.ones(1)}))
 
@@ -158,6 +150,14 @@ def test_a_run_directory_in_place_of_a_checkpoint(path: Path, capsys: Capture) -
     mark_latest(path)
     assert main(["checkpoint", "show", str(path.parent)]) == 2
     assert capsys.readouterr().err.endswith(f"a folder of checkpoints, give one of them, such as {path}\n")
+
+
+@pytest.mark.parametrize("command", [["show"], ["verify"], ["export", "w.pth"], ["diff", "other"]])
+def test_the_file_latest_in_place_of_a_checkpoint(path: Path, capsys: Capture, command: list[str]) -> None:
+    mark_latest(path)
+    name, *rest = command
+    said = said_no(capsys, name, path.parent / "latest", *rest)
+    assert f"latest: is no checkpoint, but the name of one, give {path}" in said
 
 
 @pytest.mark.parametrize("pattern, keys", [("*.bias", ["model.bias"]), ("exp_avg", ["optim.state.weight.exp_avg"])])

@@ -221,8 +221,7 @@ def test_a_score_that_is_no_number(tmp_path: Path, scores: list[float], best: in
 # The command
 
 
-def test_the_command_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "240")
+def test_the_command_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train_badly(by_iter(tmp_path, Poison(7), iters=8))
     capsys.readouterr()
 

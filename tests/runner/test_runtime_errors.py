@@ -589,7 +589,7 @@ TEXTS = [
     ("RuntimeError: received 0 items of ancdata", "env_cfg=dict(resource_limit=65536)"),
     (
         "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 2000ms for recv operation to complete",
-        "env_cfg=dict(dist_cfg=dict(timeout=...)) sets the seconds",
+        "strategy=dict(timeout_s=...) or env_cfg=dict(dist_cfg=dict(timeout=...)), whichever is given, sets the seconds",
     ),
     (
         "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3213",

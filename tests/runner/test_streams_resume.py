@@ -461,6 +461,21 @@ def test_streams_with_and_without_a_state(tmp_path: Path, stateful: bool) -> Non
         assert "read 4 batches of Counter again in 0." in said
 
 
+def test_an_error_of_its_load_state_dict_is_no_damage(tmp_path: Path) -> None:
+    source = Counter()
+    source.state_dict = lambda: None
+    settings = {
+        **stream(tmp_path),
+        "train_dataloader": dict(dataset=source, batch_size=2, collate_fn="default_collate"),
+    }
+    on(None, tmp_path / "run", settings, 4)
+    with pytest.raises(
+        CheckpointError,
+        match=r"iter_4: data could not be restored, .*test_streams_resume.py:\d+ raised TypeError: 'NoneT",
+    ):
+        on(None, tmp_path / "run", settings)
+
+
 class Told(Counter):
     """One that is told the epoch."""
 

@@ -89,6 +89,7 @@ ROWS = [
     warns("latest is gone", resume(train_cfg=dict(max_epochs=3)), "latest: is missing; epoch_2 is resumed", prepare=without("latest")),
     Row("resume of a path that is damaged", resume_path("epoch_2"), "epoch_2: is not a complete checkpoint, it has no manifest.json", prepare=without("epoch_2/manifest.json")),
     Row("resume of the work directory", resume_path(""), "is no checkpoint, but a folder of checkpoints, give one of them, such as", prepare=run),
+    Row("resume of the file latest", resume_path("latest"), "latest: is no checkpoint, but the name of one, give ", prepare=run),
     Row("resume of MMEngine's file", lambda config: config.update(resume=str(Path(config["work_dir"]).parent / "w.pth")), "it is no checkpoint of flextrain; as with those of MMEngine's runner, load_from=", prepare=weights({"state_dict": {}})),
     Row("resume of the best", resume_path("best"), "cannot be resumed, it has no optim.wrapper", prepare=best),
     Row("resume with another model", resume(model=lambda: Net(5)), "does not fit the model", prepare=run),
