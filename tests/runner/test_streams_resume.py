@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Subset, SubsetRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    default_collate,
+)
 
 from flextrain import CheckpointError, ConfigError
 from flextrain.data import Mixture, PackedTokens
 from flextrain.runner import build_dataloader
 from flextrain.runner.data.dataloaders import TrainData
+from flextrain.runner.data.readers import loader_of_stream
 from flextrain.runner.data.streams.mixture import MixtureSchedule
 from flextrain.runner.data.streams.packing import GROUP
 from flextrain.testing import WorkerGroup
@@ -474,6 +484,19 @@ def test_an_error_of_its_load_state_dict_is_no_damage(tmp_path: Path) -> None:
         match=r"iter_4: data could not be restored, .*test_streams_resume.py:\d+ raised TypeError: 'NoneT",
     ):
         on(None, tmp_path / "run", settings)
+
+
+def test_without_torchdata_a_state_in_workers_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
+    logger = logging.getLogger("flextrain.test_of_streams")
+    options = dict(batch_size=2, num_workers=1, collate_fn=default_collate)
+    loader = loader_of_stream(Counter(), options, True, "train_dataloader", logger)
+    assert (type(loader), loader.num_workers, loader.batch_size) == (DataLoader, 1, 2)
+    assert (
+        "a resumed run reads it again from the beginning; pip install torchdata, or give num_workers=0" in caplog.text
+    )
 
 
 class Told(Counter):
