@@ -471,6 +471,19 @@ def test_streams_with_and_without_a_state(tmp_path: Path, stateful: bool) -> Non
         assert "read 4 batches of Counter again in 0." in said
 
 
+class Seven(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return map(as_sample, range(7))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_last_batch_of_a_pass_is_dropped_only_if_asked(tmp_path: Path, drop_last: bool) -> None:
+    loader = dict(dataset=Seven(), batch_size=2, collate_fn="default_collate", drop_last=drop_last)
+    found = on(None, tmp_path / "run", {**stream(tmp_path), "train_dataloader": loader})
+    whole = [[0, 1], [2, 3], [4, 5], *([] if drop_last else [[6]])]
+    assert found["trained"][:8] == (whole * 3)[:8]
+
+
 def test_an_error_of_its_load_state_dict_is_no_damage(tmp_path: Path) -> None:
     source = Counter()
     source.state_dict = lambda: None
