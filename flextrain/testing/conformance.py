@@ -259,7 +259,7 @@ def _make(name: str, strategy: StrategyLike, group: WorkerGroup, tolerance: floa
                 return CheckResult(name, title, "refused", str(error.__cause__), seconds)
             # Messages of checks explain themselves; all other errors need the traceback.
             if not isinstance(error.__cause__, CheckFailedError):
-                return CheckResult(name, title, "failed", str(error), seconds)
+                return CheckResult(name, title, "failed", f"{_ADVICE.get(name, '')}{error}", seconds)
             found = str(error.__cause__)
             if reason is not None:
                 return CheckResult(name, title, "not promised", f"{reason}: {found}", seconds)
@@ -270,6 +270,13 @@ def _make(name: str, strategy: StrategyLike, group: WorkerGroup, tolerance: floa
     elif tolerance != FLOAT32_TOLERANCE and largest >= 0:
         told = f"largest difference {largest:.1e}, allowed {tolerance:.0e}"
     return CheckResult(name, title, "passed", told, time.perf_counter() - begin)
+
+
+_ADVICE = {
+    "unused": "where one process has no gradient of a parameter and another has one, all must send the same messages, zeros in "
+    "its place, and keep the average: "
+}
+"""What an error in a check, or no answer, most likely comes from."""
 
 
 def _run_check(name: str, tested: StrategyUnderTest) -> float:

@@ -294,11 +294,16 @@ def frozen(tested: StrategyUnderTest) -> None:
         require(torch.equal(weights[0][name], weights[-1][name]), f"{name} changed in training")
 
 
-@check("parameters that no sample of an update uses do not move, as on a single device, or are refused")
+@check(
+    "parameters that no sample of an update uses do not move, those that only some processes use move as on a single device; "
+    "or they are refused"
+)
 def unused(tested: StrategyUnderTest) -> None:
     windows = one_each(batches(UPDATES))
-    for (batch,) in windows[1::2]:
-        batch["more"] = torch.linspace(-1.0, 1.0, 3 * SAMPLES).view(SAMPLES, 1, 3)
+    # All samples, the first one and the last one: then one process has a gradient and another has none.
+    for (batch,), users in zip(windows[1::2], (slice(None), slice(1), slice(-1, None)), strict=True):
+        batch["more"] = torch.zeros(SAMPLES, 1, 3)
+        batch["more"][users] = torch.linspace(-1.0, 1.0, 3 * SAMPLES).view(SAMPLES, 1, 3)[users]
     with single_device(adamw(), PartlyUsed, device=tested.strategy().config.device) as single:
         expected = run(single, windows).weights
     try:

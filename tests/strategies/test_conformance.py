@@ -302,6 +302,26 @@ class MovesWhatIsUnused(AveragesAtStep):
         super().before_step(optim)
 
 
+class KeepsToItsOwn(AveragesAtStep):
+    """Drops the average of a gradient that this process has none of, though another has."""
+
+    def before_step(self, optim: OptimWrapper) -> None:
+        parameters = [p for group in optim.param_groups for p in group["params"]]
+        without = [p for p in parameters if p.grad is None]
+        super().before_step(optim)
+        for parameter in without:
+            parameter.grad = None
+
+
+class SendsWhatItHas(AveragesAtStep):
+    """Sends a message for each gradient that this process has, and none for others."""
+
+    def before_step(self, optim: OptimWrapper) -> None:
+        for parameter in (p for group in optim.param_groups for p in group["params"] if p.grad is not None):
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= self.topology.world_size
+
+
 class Unties(DDPStrategy):
     def _wrap(self, model: nn.Module) -> nn.Module:
         head = model.get_submodule("head")
@@ -420,6 +440,8 @@ class DiesOnSecondTeardown(DDPStrategy):
         (LosesGroups, "losses", "the loss of update 1 is"),
         (ThawsEverything, "frozen", "model.frozen.weight changed"),
         (MovesWhatIsUnused, "unused", "weights after 1 updates: model."),
+        (KeepsToItsOwn, "unused", " updates: model.extra."),
+        (SendsWhatItHas, "unused", "all must send the same messages, zeros in its place, and keep the average: "),
         (Unties, "tied", "different tensors"),
         (EvaluationMovesABuffer, "evaluation", "outputs for batch 0"),
         (GivesOtherWeights, "full_weights", "weights in full_weights"),
