@@ -341,6 +341,18 @@ class IgnoresAutocast(DDPStrategy):
         return nullcontext()
 
 
+class DoublesInHalf(DDPStrategy):
+    """Adds gradients up over two processes, in mixed precision only."""
+
+    def setup(self, model: nn.Module, optim: Any = None) -> Any:
+        model, optim = super().setup(model, optim)
+        if self.precision.compute is not torch.float32:
+            optim.register_step_pre_hook(
+                lambda o: [grad.mul_(self.topology.world_size) for grad in gradients(o.param_groups)]
+            )
+        return model, optim
+
+
 class KeepsSkipsToItself(AveragesAtStep):
     """Averages nothing when its own gradients are not finite, and pretends that others' are not its business."""
 
@@ -446,6 +458,16 @@ class DiesOnSecondTeardown(DDPStrategy):
         (EvaluationMovesABuffer, "evaluation", "outputs for batch 0"),
         (GivesOtherWeights, "full_weights", "weights in full_weights"),
         (IgnoresAutocast, "precision", "is not bfloat16"),
+        (
+            DoublesInHalf,
+            "precision",
+            "in bfloat16 updates differ by ",
+        ),
+        (
+            DoublesInHalf,
+            "overflow",
+            "in float16 gradient norms differ by ",
+        ),
         (KeepsSkipsToItself, "overflow", "reports skipped="),
         (CallsEveryStepApplied, "overflow", "reports skipped=[False, False, False, False, False]"),
         (ForgetsMoments, "resume_itself", "after resuming, the loss"),
@@ -516,6 +538,8 @@ def test_what_a_strategy_does_not_promise(workers2: WorkerGroup) -> None:
     assert "tolerance 1e-05" in str(report)
     with pytest.raises(ConformanceError, match="clipping: "):
         check_strategy(TrainsApart, workers=workers2, only=["clipping"])
+    # Mixed precision is compared with what is lost in float32.
+    assert check_strategy(TrainsApart, workers=workers2, only=["precision"]).passed
 
 
 class Rounds(DDPStrategy):
