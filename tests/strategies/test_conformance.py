@@ -24,6 +24,7 @@ from flextrain import (
     Strategy,
     StrategyError,
 )
+from flextrain.core.base import errors
 from flextrain.core.comm import collectives as dist
 from flextrain.core.comm.topology import DataShard, Topology
 from flextrain.optim.gradients import average, clip_by_norm, gradients
@@ -648,6 +649,35 @@ def test_a_strategy_that_hangs_fails_in_time_with_the_stacks() -> None:
         check_strategy(HangsOnOneRank, only=["facts"], timeout_s=3)
     assert "within 3 s" in caught.value.report.failed["facts"]
     assert "in _place" in caught.value.report.failed["facts"]
+
+
+class Breaks(DDPStrategy):
+    def setup(self, model: nn.Module, optim: Any = None) -> Any:
+        raise AttributeError("no such thing")
+
+
+@pytest.mark.parametrize("wanted", ["", "1"])
+def test_an_error_has_a_line_for_each_check_and_one_traceback_at_most(
+    workers2: WorkerGroup, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wanted: str
+) -> None:
+    monkeypatch.setenv("FLEXTRAIN_TRACEBACK", wanted)
+    with pytest.raises(ConformanceError) as caught:
+        check_strategy(Breaks, workers=workers2, only=["facts", "losses", "unused"])
+    monkeypatch.delenv("FLEXTRAIN_TRACEBACK")
+    head, *rest = str(caught.value).splitlines()
+    assert str(caught.value).count("Traceback (most") == bool(wanted)
+    assert all(message.count("Traceback (most") == 1 for message in caught.value.report.failed.values())
+    if not wanted:
+        told = [re.sub(r"rank \d", "rank 1", line) for line in rest]
+        assert told == [
+            f"- {name}: rank 1 of 2 failed, AttributeError: no such thing" for name in ("facts", "losses", "unused")
+        ]
+        assert head.endswith("failed on 2 processes, tracebacks are in this error's report.failed")
+        errors._show(sys.__excepthook__, ConformanceError, caught.value, None)
+        shown = capsys.readouterr().err.splitlines()
+        assert shown[0] == f"flextrain: ConformanceError: {head}"
+        assert shown[1:3] == rest[:2]
+        assert len(shown) == 4
 
 
 def test_arguments_are_checked(workers2: WorkerGroup) -> None:
