@@ -30,9 +30,10 @@ terms of a sum; a missing or doubled reduction is named with module and line. It
 cannot see is listed. Give a small model of the real structure: sizes of layers do not matter, but that axes divide them.
 
 The allowed relative difference is 1e-5 in float32, and a few roundings in bfloat16 and float16. It is larger where one
-device with the same batches in parts, or in float64, differs too: up to 10 times that difference.
+device with the same batches in parts, or in float64, differs too: up to 10 times that difference. A strategy's class may
+declare a larger tolerance, or that it does not promise the same updates, which the table then says.
 
-Exit status: 0 all strategies agree, 1 one differs, 2 one could not run; with --types 1 if one has a fault."""
+Exit status: 0 all strategies agree or have not promised to, 1 one differs, 2 one could not run; with --types 1 if one has a fault."""
 
 
 def add(commands: Any) -> None:

@@ -202,8 +202,8 @@ class Conformance:
         if workers is not None and workers.world_size != world_size:
             raise ConfigError(f"check_strategy.workers: has {workers.world_size} processes, world_size is {world_size}")
         made = make_strategy(strategy)  # the constructor may raise, and starts nothing
-        self._reasons = _not_promised(made)
-        of_all, self._tolerances = _tolerances(made) if tolerance is None else (tolerance, {})
+        self._reasons = not_promised(made)
+        of_all, self._tolerances = tolerances(made) if tolerance is None else (tolerance, {})
         self.report = ConformanceReport(strategy_name(strategy), world_size, of_all)
         self._strategy, self._is_own = with_class(strategy), workers is None
         self._workers = workers or WorkerGroup(world_size, timeout_s)
@@ -219,7 +219,7 @@ class Conformance:
             self._workers.close()
 
 
-def _not_promised(strategy: Strategy) -> Mapping[str, str]:
+def not_promised(strategy: Strategy) -> Mapping[str, str]:
     """Return what a strategy says that it does not promise."""
     where = f"{type(strategy).__name__}.not_promised"
     declared: Any = strategy.not_promised
@@ -233,7 +233,7 @@ def _not_promised(strategy: Strategy) -> Mapping[str, str]:
     return declared
 
 
-def _tolerances(strategy: Strategy) -> tuple[float, Mapping[str, float]]:
+def tolerances(strategy: Strategy) -> tuple[float, Mapping[str, float]]:
     """Return what a strategy says to count as rounding, in all checks, and in some."""
     where = f"{type(strategy).__name__}.tolerance"
     declared: Any = strategy.tolerance

@@ -295,10 +295,7 @@ def frozen(tested: StrategyUnderTest) -> None:
         require(torch.equal(weights[0][name], weights[-1][name]), f"{name} changed in training")
 
 
-@check(
-    "parameters that no sample of an update uses do not move, those that only some processes use move as on a single device; "
-    "or they are refused"
-)
+@check("parameters that only some processes use in an update, or none, move as on a single device, or are refused")
 def unused(tested: StrategyUnderTest) -> None:
     windows = one_each(batches(UPDATES))
     # All samples, the first one and the last one: then one process has a gradient and another has none.
@@ -663,9 +660,7 @@ def _require_dtypes(session: Session, compute: torch.dtype) -> None:
     require(kept == (torch.float32,), f"precision_report says the weights are kept in {kept}, float32 was asked for")
 
 
-@check(
-    "gradients that overflow on one rank skip the update on all, and nothing moves; other updates are nearly a single device's"
-)
+@check("gradients that overflow on one rank skip the update on all ranks; other updates are nearly a single device's")
 def overflow(tested: StrategyUnderTest) -> None:
     windows = [[_strained(batch, number == 2)] for number, batch in enumerate(batches(5))]
     with tested.session_or_refused(_scaled("float16")) as session:

@@ -22,6 +22,7 @@ from ..core.device.precision import BATCH_NORM, cast_tensors
 from ..core.model.module_state import modes_of
 from ..core.random.generators import RandomStream, kept_random_state, torch_states
 from ..core.torch_compat.torch_private import tree_flatten
+from ..optim.canonical import OWN
 from ..runner.data.dataloaders import build_dataloader
 from ..runner.data.samplers import tell_epoch
 from ..runner.data.user_loaders import goes_its_own_way, name_of
@@ -31,6 +32,7 @@ from ..runner.runner import FlexibleRunner
 from ..strategies.base import Strategy
 from ..strategies.build import build_strategy
 from ..strategy_options import strategy_options
+from ..testing.conformance import not_promised, tolerances
 from ..testing.differences import multiple, relative_difference, small_scales
 from ..testing.loop import alone, environ
 from ..testing.sessions import REFERENCE, whole_state
@@ -193,6 +195,8 @@ class ProcessTrace:
         parameters: names in the model's order.
         left_out: options of the script's strategy that this one does not take, and what it does not promise, one line each.
         losses_of_parts: of the micro-batches of the first step, if there are several.
+        declared: the relative difference that the strategy's class counts as rounding.
+        promises: whether the strategy's class promises to train as one device does.
     """
 
     losses: list[float | None] = field(default_factory=list)
@@ -205,8 +209,12 @@ class ProcessTrace:
     notes: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     losses_of_parts: list[float] = field(default_factory=list)
+    declared: float = 0.0
+    promises: bool = True
 
 
+OF_UPDATES = ("gradients", "losses", "lasting_errors", "accumulation", "clipping", "clipping_by_value")
+"""Checks of ``check_strategy`` that compare what ``verify`` compares."""
 Way = Literal["usual", "in parts", "exact"]
 """How one device computes a global batch: at once, one process's part after another, or in float64."""
 
@@ -252,8 +260,11 @@ def train_with(job: Job, name: str) -> ProcessTrace | None:
                 return None
             stack.enter_context(alone())
         strategy = build_strategy(spec)
+        reasons, (of_all, by_name) = not_promised(strategy), tolerances(strategy)
         trace = _train(job, given, strategy, Reference(Path(job.folder)))
-        trace.left_out = left_out + [f"does not promise {name}: {why}" for name, why in strategy.not_promised.items()]
+        trace.left_out = left_out + [f"does not promise {name}: {why}" for name, why in reasons.items()]
+        trace.declared = max([of_all, *(by_name[name] for name in OF_UPDATES if name in by_name)])
+        trace.promises = not any(name in reasons for name in OF_UPDATES)
         return trace
 
 
@@ -480,7 +491,9 @@ class _Observer(Hook):
             raise _EnoughError
 
     def _look(self, runner: FlexibleRunner) -> None:
-        step, state = len(self.trace.losses), whole_state(runner.strategy)
+        step = len(self.trace.losses)
+        # What is the strategy's own has no counterpart on one device.
+        state = {key: value for key, value in whole_state(runner.strategy).items() if not key.startswith(OWN)}
         if self.evaluated is not None and step in (1, self.steps):
             state |= self._evaluation(runner)
         if self.reference is None:

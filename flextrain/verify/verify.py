@@ -21,8 +21,8 @@ from ..testing.simulation.group_private import check_threads_as_ranks
 from ..testing.workers import WorkerError, WorkerGroup
 from .parity import Job, ProcessTrace, Way, train_alone, train_simulated, train_with
 
-Status = Literal["same", "differs", "not run"]
-_STYLES = {"same": "green", "differs": "bold red", "not run": "yellow"}
+Status = Literal["same", "differs", "not promised", "not run"]
+_STYLES = {"same": "green", "differs": "bold red", "not promised": "yellow", "not run": "yellow"}
 QUANTITIES = ("loss", "grad_norm", "weights", "optimizer", "evaluation")
 
 # The relative rounding error of float32 is 6e-8. Tens of steps of a real model, summed in another order, stay below this.
@@ -66,7 +66,9 @@ class Row:
     """The result of one strategy; ``differences`` holds the largest relative differences over all steps.
 
     Attributes:
-        left_out: options of the script's own strategy that this one does not take, and what it does not promise, one line each.
+        status: "not promised" means that it differs where its class says that it may.
+        left_out: options of the script's own strategy that this one does not take, what it does not promise, and what its
+            class counts as rounding, one line each.
     """
 
     strategy: str
@@ -101,7 +103,7 @@ class VerifyReport:
 
     @property
     def exit_status(self) -> int:
-        """0: all are the same; 1: one differs; 2: one could not run."""
+        """0: all are the same, or differ where they promise nothing else; 1: one differs; 2: one could not run."""
         statuses = [row.status for row in self.rows]
         return 1 if "differs" in statuses else 2 if "not run" in statuses else 0
 
@@ -130,7 +132,7 @@ class VerifyReport:
         allowed = sorted({f"{row.tolerance:.1e} in {row.dtype}" for row in self.rows if row.dtype})
         more = f", or {MARGIN:g} times (rounding)" if self.rounding else ""
         lines = [Text(f"Allowed: {', '.join(allowed)}{more}", style="dim")] if allowed else []
-        lines += [Text(f"{row.strategy}: {row.first}", style="red") for row in self.rows if row.first]
+        lines += [Text(f"{row.strategy}: {row.first}", style=_STYLES[row.status]) for row in self.rows if row.first]
         lines += [Text(f"{row.strategy}: {row.message}", style="yellow") for row in self.rows if row.message]
         lines += [Text(f"{row.strategy}: {line}", style="dim") for row in self.rows for line in row.left_out]
         lines += [Text(note, style="dim") for note in self.notes]
@@ -171,7 +173,8 @@ def verify(
         simulate: the processes are threads of one process, see ``flextrain.testing.simulation.simulate``: more of them than
             the machine has room for. They compute on the CPU.
         device: "cpu", or the type of accelerator, with one device per process.
-        tolerance: relative difference that counts as rounding; None: depends on the dtype.
+        tolerance: relative difference that counts as rounding; None: depends on the dtype, or that of the strategy's class if
+            it is larger.
         timeout_s: largest number of seconds for one training.
         workers: a group of ``processes`` processes to use, of one with ``simulate``; default: new processes, ended
             afterwards.
@@ -329,16 +332,21 @@ def _row(
     if made != expected:
         return Row(name, "differs", message=f"its training ends after {made} steps, on one device after {expected}")
     measured, allowed = _measured(traces, reference), _tolerance(max(traces, key=lambda trace: trace.eps), tolerance)
+    told = traces[0].left_out
+    if tolerance is None and traces[0].declared > allowed:
+        allowed = traces[0].declared
+        told = [*told, f"its class counts differences up to {allowed:.1e} as rounding"]
     first = _first(measured, allowed, floor, traces, reference)
-    return Row(
-        name,
-        "differs" if first else "same",
-        traces[0].dtype,
-        allowed,
-        _largest(measured),
-        first,
-        left_out=traces[0].left_out,
-    )
+    status: Status = "differs" if first else "same"
+    # What differs before training, is missing or is no number, does not come from updates.
+    if (
+        first
+        and not traces[0].promises
+        and first.step
+        and all(max(at_step.values()) < math.inf for at_step in measured)
+    ):
+        status = "not promised"
+    return Row(name, status, traces[0].dtype, allowed, _largest(measured), first, left_out=told)
 
 
 def _tolerance(trace: ProcessTrace, given: float | None) -> float:
