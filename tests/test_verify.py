@@ -301,6 +301,31 @@ def test_what_a_class_declares_of_its_strategy_holds(script: str, group: WorkerG
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("scale, status", [("None", "same"), ("2.0**14", "differs")])
+def test_gradients_that_overflow_on_one_side_only(tmp_path: Path, group: WorkerGroup, scale: str, status: str) -> None:
+    """Parts of a batch have larger gradients than its mean: with torch's first scale, two processes skip update 2."""
+    text = SCRIPT.replace("lr=0.02), accumulative_counts=2", f"lr=0.02), dtype='float16', loss_scale={scale}")
+    script = write(tmp_path, text)
+    report = verify(script, ["ddp"], arguments=["--wrapper", "AmpOptimWrapper"], steps=4, workers=group)
+    assert report.rows[0].status == status, report
+    assert any(line.startswith("Loss scale: fixed at 256 in all") for line in report.notes) == (status == "same")
+    if status == "differs":
+        assert "; gradients overflowed on the processes only, and update 2 was skipped there" in str(
+            report.rows[0].first
+        )
+        with pytest.raises(
+            ConfigError, match="gradients overflow on one device in 2 of 2 updates, which compare nothing; give"
+        ):
+            verify(
+                write(tmp_path, text.replace("2.0**14", "2.0**19")),
+                ["ddp"],
+                arguments=["--wrapper", "AmpOptimWrapper"],
+                steps=2,
+                workers=group,
+            )
+
+
+@pytest.mark.distributed
 def test_steps_that_end_in_nan_are_not_compared(tmp_path: Path, group: WorkerGroup) -> None:
     """They hid the difference in the steps before, because no rounding was as large as what is no number."""
     text = SCRIPT.replace("(error ** 2).mean()}", "(error ** 2).mean() * scale(self)}").replace(

@@ -159,6 +159,8 @@ class ShardOf:
 
 # The gradient norm is computed only with clipping; this limit is never reached.
 NO_CLIPPING = {"max_norm": 1e30}
+# Where gradients overflow depends on how a batch is split: this is far from it, and from where they vanish.
+LOSS_SCALE = 256.0
 # A larger difference than this is not rounding, and may show how values are related.
 TELLING = 1e-3
 
@@ -189,6 +191,7 @@ class ProcessTrace:
 
     Attributes:
         losses: mean over the global batch, after each step.
+        skipped: whether the update of each step was left out, because gradients overflowed.
         differences: of every entry of the state, at each step, step 0 being before training.
         hints: by (step, entry), how the value differs, such as by a factor.
         eps: ``torch.finfo(...).eps`` of the coarsest dtype in use.
@@ -201,6 +204,7 @@ class ProcessTrace:
 
     losses: list[float | None] = field(default_factory=list)
     grad_norms: list[float | None] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
     differences: list[dict[str, float]] = field(default_factory=list)
     hints: dict[tuple[int, str], str] = field(default_factory=dict)
     dtype: str = ""
@@ -383,13 +387,23 @@ def _optim_wrapper(given: Any, parts: int) -> Any:
     clips = "clip_grad" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if given.get("clip_grad") is None and clips:
         changed["clip_grad"] = NO_CLIPPING
+    if _scales_by_itself(given):
+        changed["loss_scale"] = LOSS_SCALE
     return changed
+
+
+def _scales_by_itself(given: Any) -> bool:
+    """Whether it describes one optimizer with a loss scale that changes in training."""
+    scale = given.get("loss_scale") if _is_one_optimizer(given) else 1.0
+    return isinstance(scale, (dict, str)) or (scale is None and given.get("dtype") == "float16")
 
 
 def _left_out(given: Mapping[str, Any]) -> Iterator[str]:
     for key in ("custom_hooks", "compile"):
         if given[key]:
             yield f"{key} of the script: left out in all trainings"
+    if _scales_by_itself(given["optim_wrapper"]):
+        yield f"Loss scale: fixed at {LOSS_SCALE:g} in all trainings; which updates overflow would depend on how a batch is split"
 
 
 class Reference:
@@ -486,6 +500,7 @@ class _Observer(Hook):
         loss, norm = values.get("loss"), values.get("grad_norm")
         trace.losses.append(None if loss is None else _mean(runner.strategy, loss))
         trace.grad_norms.append(None if norm is None else float(norm))
+        trace.skipped.append(bool(getattr(getattr(runner.optim_wrapper, "last_step", None), "skipped", False)))
         self._look(runner)
         if len(trace.losses) >= self.steps:
             raise _EnoughError

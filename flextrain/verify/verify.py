@@ -161,7 +161,7 @@ def verify(
     A global batch is ``processes`` of the script's batches. Accumulation, clipping, precision and schedules are those of
     the script; its hooks, metrics, checkpoints and torch.compile are left out. If it validates, predictions for a batch of that
     data are compared after the first step and the last. Dropout is turned off and batch
-    normalisation uses its running statistics, and the report says so. Weights and optimizer state of each step are stored
+    normalisation uses its running statistics, a loss scale that changes is fixed, and the report says so. Weights and optimizer state of each step are stored
     in a temporary folder, which needs space for ``steps`` of them.
 
     Args:
@@ -232,6 +232,11 @@ def _fill(
             raise error.__cause__ from None
         raise
     report.notes, report.steps = reference.notes, len(reference.losses)
+    if number := sum(reference.skipped):
+        said = f"gradients overflow on one device in {number} of {report.steps} updates, which compare nothing"
+        if number == report.steps:
+            raise ConfigError(f"verify: {said}; give a smaller loss_scale")
+        report.notes.append(f"{said[0].upper()}{said[1:]}: a smaller loss_scale tells more")
     rounded: list[list[dict[str, float]]] = []
     norm_in_float64: float | None = None
     for way, trace in (("exact", exact), ("in parts", in_parts)):
@@ -364,6 +369,8 @@ def _measured(traces: Sequence[ProcessTrace], reference: ProcessTrace) -> list[d
         ("grad_norm", traces[0].grad_norms, reference.grad_norms),
     ):
         for step, (ours, theirs) in enumerate(zip(found, expected, strict=True), 1):
+            if name == "grad_norm" and reference.skipped[step - 1] and traces[0].skipped[step - 1]:
+                continue  # infinite or no number, it is not used
             # A loss that has fallen by a factor of 100 is a difference of larger numbers, and has their rounding error.
             scale = 0.01 * max((abs(value) for value in expected[:step] if value is not None), default=0.0)
             if theirs is not None:
@@ -436,6 +443,12 @@ def _first(
 
 def _hint(step: int, entry: str, wrong: Sequence[str], traces: Sequence[ProcessTrace], reference: ProcessTrace) -> str:
     """How the entry, other state of its parameter, or else the gradient norm is related to the expected value."""
+    for number, (ours, theirs) in enumerate(zip(traces[0].skipped[:step], reference.skipped, strict=False), 1):
+        if ours != theirs:
+            where = "on the processes" if ours else "on one device"
+            return (
+                f"; gradients overflowed {where} only, and update {number} was skipped there: give a smaller loss_scale"
+            )
     related = [other for other in wrong if _parameter(other) == _parameter(entry) and other != entry]
     for other in (entry, *related):
         for trace in traces:
