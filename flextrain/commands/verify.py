@@ -17,8 +17,9 @@ making a runner, a file may define a dict named cfg with FlexibleRunner's argume
 one. A global batch consists of PROCESSES of the script's batches; incomplete global batches at the end of an epoch are
 left out. Accumulation, clipping, precision and schedules are those of the script, and so are the options of its strategy
 that another one has too; those that it has not are listed. In all trainings, dropout is set to 0,
-batch normalisation uses its running statistics, a loss scale that changes is fixed at 256, and hooks, metrics, checkpoints and torch.compile are left out. If the
-script validates, what the model predicts for a batch of that data is compared too, after the first step and the last.
+batch normalisation uses its running statistics, a loss scale that changes is fixed at 256, and hooks, metrics,
+checkpoints and torch.compile are left out. If the script validates, what the model predicts for a batch of that data is
+compared too, after the first step and the last.
 
 With --simulate 16, one process computes what 16 processes would, rank after rank, each with random numbers of its own:
 the same numbers that gloo computes, added in the order of the ranks. Modules that the script imports, and their

@@ -160,9 +160,9 @@ def verify(
 
     A global batch is ``processes`` of the script's batches. Accumulation, clipping, precision and schedules are those of
     the script; its hooks, metrics, checkpoints and torch.compile are left out. If it validates, predictions for a batch of that
-    data are compared after the first step and the last. Dropout is turned off and batch
-    normalisation uses its running statistics, a loss scale that changes is fixed, and the report says so. Weights and optimizer state of each step are stored
-    in a temporary folder, which needs space for ``steps`` of them.
+    data are compared after the first step and the last. Dropout is turned off, batch normalisation uses its running
+    statistics, a loss scale that changes is fixed, and the report says so. Weights and optimizer state of each step are
+    stored in a temporary folder, which needs space for ``steps`` of them.
 
     Args:
         script: a Python file that makes a FlexibleRunner, or that defines a dict ``cfg`` with FlexibleRunner's arguments
