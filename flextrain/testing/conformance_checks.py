@@ -618,7 +618,7 @@ def _finite(found: Sequence[float | None], expected: Sequence[float | None]) -> 
 
 
 def _relative_norm(tensor: Tensor, other: Tensor) -> float:
-    return (tensor.norm() / other.norm().clamp(min=1e-30)).nan_to_num(torch.inf).item()
+    return float((tensor.norm() / other.norm().clamp(min=1e-30)).nan_to_num(torch.inf))
 
 
 @check(

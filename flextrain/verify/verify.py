@@ -443,9 +443,9 @@ def _first(
 
 def _hint(step: int, entry: str, wrong: Sequence[str], traces: Sequence[ProcessTrace], reference: ProcessTrace) -> str:
     """How the entry, other state of its parameter, or else the gradient norm is related to the expected value."""
-    for number, (ours, theirs) in enumerate(zip(traces[0].skipped[:step], reference.skipped, strict=False), 1):
-        if ours != theirs:
-            where = "on the processes" if ours else "on one device"
+    for number, (is_ours, is_theirs) in enumerate(zip(traces[0].skipped[:step], reference.skipped, strict=False), 1):
+        if is_ours != is_theirs:
+            where = "on the processes" if is_ours else "on one device"
             return (
                 f"; gradients overflowed {where} only, and update {number} was skipped there: give a smaller loss_scale"
             )
