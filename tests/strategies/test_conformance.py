@@ -229,7 +229,7 @@ class RenamesAKey(DDPStrategy):
 # The check that must name the fault, what it must say, and the checks that the fault may spread to.
 SIX = [
     (AveragesTwice, "gradients", "it is 0.5 times what it should be", {"losses", "accumulation", "clipping"}),
-    (ClipsByLocalNorm, "clipping", "the gradient norm of update 0 is", set()),
+    (ClipsByLocalNorm, "clipping", "the gradient norm of update 0 is", {"overflow"}),  # of scaled gradients
     (KeepsOwnWeights, "initial_weights", "model.", {"gradients", "losses", "accumulation", "clipping", "evaluation", "overflow"}),
     (AccumulatesOffByOne, "accumulation", "weights after update 0", {"schedule"}),
     (SchedulesPerMicroBatch, "schedule", "learning rates before micro-batch 1 of update 0", {"accumulation"}),
