@@ -177,7 +177,7 @@ class Strategy:
     not_promised: ClassVar[Mapping[str, str]] = {}
     """Checks of ``check_strategy`` in which it may differ from one device, each with the reason."""
     tolerance: ClassVar[float | Mapping[str, float] | None] = None
-    """Relative difference from one device that ``check_strategy`` counts as rounding, of all checks or by name; None: the kit's own."""
+    """Relative difference from one device that ``check_strategy`` and ``flextrain verify`` count as rounding, of all checks or by name; None: the kit's own."""
     _earlier_groups: Sequence[Any] = ()  # process groups of others, which are left as they are
     _own_groups: Sequence[Any] = ()  # those that were made for this strategy, beside the default one
     _puts_off_sync = True  # whether grad_sync is overridden, see setup

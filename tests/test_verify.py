@@ -58,6 +58,17 @@ class AveragesTwice(WithHook):
                 parameter.grad /= self.topology.world_size
 
 @STRATEGIES.register_module()
+class Tolerates(AveragesTwice):
+    tolerance = {"gradients": 0.9, "resume_itself": 2.0}
+
+@STRATEGIES.register_module()
+class PromisesLess(AveragesTwice):
+    not_promised = {"losses": "steps are halved"}
+    def state(self):  # has state of its own, also before training
+        rest = torch.full((3,), float(self.topology.rank))
+        return super().state() | {f"optim.own.{self.topology.rank}.rest": rest}
+
+@STRATEGIES.register_module()
 class WrongLater(WithHook):
     def spoil(self, optim):
         self.updates += 1
@@ -270,6 +281,48 @@ def test_a_strategy_that_averages_twice(script: str, group: WorkerGroup) -> None
     assert bad.first is not None
     assert (bad.first.step, bad.first.parameter) == (1, "net.0.weight")
     assert "the gradient norm is 0.5 times what it should be" in str(bad.first)
+
+
+@pytest.mark.distributed
+def test_what_a_class_declares_of_its_strategy_holds(script: str, group: WorkerGroup) -> None:
+    names = ["Tolerates", "PromisesLess"]
+    report = verify(script, names, steps=3, workers=group)
+    tolerates, less = report.rows
+    assert (tolerates.status, tolerates.first, tolerates.tolerance) == ("same", None, 0.9)
+    assert tolerates.left_out == ["its class counts differences up to 9.0e-01 as rounding"]
+    assert (less.status, less.left_out) == ("not promised", ["does not promise losses: steps are halved"])
+    assert less.first is not None
+    assert (less.first.step, less.first.parameter) == (1, "net.0.weight"), (
+        "state of its own was compared with one device"
+    )
+    assert report.exit_status == 0
+    report = verify(script, names, steps=1, tolerance=0.01, workers=group)
+    assert [(row.status, row.tolerance) for row in report.rows] == [("differs", 0.01), ("not promised", 0.01)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("scale, status", [("None", "same"), ("2.0**14", "differs")])
+def test_gradients_that_overflow_on_one_side_only(tmp_path: Path, group: WorkerGroup, scale: str, status: str) -> None:
+    """Parts of a batch have larger gradients than its mean: with torch's first scale, two processes skip update 2."""
+    text = SCRIPT.replace("lr=0.02), accumulative_counts=2", f"lr=0.02), dtype='float16', loss_scale={scale}")
+    script = write(tmp_path, text)
+    report = verify(script, ["ddp"], arguments=["--wrapper", "AmpOptimWrapper"], steps=4, workers=group)
+    assert report.rows[0].status == status, report
+    assert any(line.startswith("Loss scale: fixed at 256 in all") for line in report.notes) == (status == "same")
+    if status == "differs":
+        assert "; gradients overflowed on the processes only, and update 2 was skipped there" in str(
+            report.rows[0].first
+        )
+        with pytest.raises(
+            ConfigError, match="gradients overflow on one device in 2 of 2 updates, which compare nothing; give"
+        ):
+            verify(
+                write(tmp_path, text.replace("2.0**14", "2.0**19")),
+                ["ddp"],
+                arguments=["--wrapper", "AmpOptimWrapper"],
+                steps=2,
+                workers=group,
+            )
 
 
 @pytest.mark.distributed

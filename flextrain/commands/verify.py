@@ -17,8 +17,9 @@ making a runner, a file may define a dict named cfg with FlexibleRunner's argume
 one. A global batch consists of PROCESSES of the script's batches; incomplete global batches at the end of an epoch are
 left out. Accumulation, clipping, precision and schedules are those of the script, and so are the options of its strategy
 that another one has too; those that it has not are listed. In all trainings, dropout is set to 0,
-batch normalisation uses its running statistics, and hooks, metrics, checkpoints and torch.compile are left out. If the
-script validates, what the model predicts for a batch of that data is compared too, after the first step and the last.
+batch normalisation uses its running statistics, a loss scale that changes is fixed at 256, and hooks, metrics,
+checkpoints and torch.compile are left out. If the script validates, what the model predicts for a batch of that data is
+compared too, after the first step and the last.
 
 With --simulate 16, one process computes what 16 processes would, rank after rank, each with random numbers of its own:
 the same numbers that gloo computes, added in the order of the ranks. Modules that the script imports, and their
@@ -30,9 +31,10 @@ terms of a sum; a missing or doubled reduction is named with module and line. It
 cannot see is listed. Give a small model of the real structure: sizes of layers do not matter, but that axes divide them.
 
 The allowed relative difference is 1e-5 in float32, and a few roundings in bfloat16 and float16. It is larger where one
-device with the same batches in parts, or in float64, differs too: up to 10 times that difference.
+device with the same batches in parts, or in float64, differs too: up to 10 times that difference. A strategy's class may
+declare a larger tolerance, or that it does not promise the same updates, which the table then says.
 
-Exit status: 0 all strategies agree, 1 one differs, 2 one could not run; with --types 1 if one has a fault."""
+Exit status: 0 all strategies agree or have not promised to, 1 one differs, 2 one could not run; with --types 1 if one has a fault."""
 
 
 def add(commands: Any) -> None:

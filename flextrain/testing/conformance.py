@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
+import textwrap
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 from rich.text import Text
 
-from ..core.base.errors import ConfigError, FlexTrainError, suggest
+from ..core.base.errors import ConfigError, FlexTrainError, suggest, wants_traceback
 from ..strategies.base import Strategy
 from ..tables import FittedTable, add_row, as_text
 from .conformance_checks import CHECKS, RefusedError, StrategyUnderTest
@@ -96,16 +97,25 @@ class ConformanceReport:
 
 
 class ConformanceError(FlexTrainError, AssertionError):
-    """A strategy failed checks; the message lists each with the difference that was found.
+    """A strategy failed checks; the message lists each with the difference that was found, a line each.
 
     Attributes:
-        report: all results, including passed checks.
+        report: all results, including passed checks; those of failed ones have tracebacks.
     """
 
     def __init__(self, report: ConformanceReport) -> None:
         count, total = len(report.failed), len(report.results)
         lines = [f"{report.strategy}: {count} of {total} checks failed on {report.world_size} processes"]
-        lines += [f"- {name}: {message}" for name, message in report.failed.items()]
+        told = {""}
+        for name, message in report.failed.items():
+            first, _, rest = message.partition("\n")
+            lines.append(f"- {name}: {textwrap.shorten(first, 400)}")
+            error = (first.partition(" failed, ")[2] or first) if rest else ""  # which the same traceback leads to
+            if wants_traceback() and error not in told:
+                lines.append(textwrap.indent(rest, "  "))
+            told.add(error)
+        if len(told) > 1 and not wants_traceback():
+            lines[0] += ", tracebacks are in this error's report.failed"
         super().__init__("\n".join(lines))
         self.report = report
 
@@ -192,8 +202,8 @@ class Conformance:
         if workers is not None and workers.world_size != world_size:
             raise ConfigError(f"check_strategy.workers: has {workers.world_size} processes, world_size is {world_size}")
         made = make_strategy(strategy)  # the constructor may raise, and starts nothing
-        self._reasons = _not_promised(made)
-        of_all, self._tolerances = _tolerances(made) if tolerance is None else (tolerance, {})
+        self._reasons = not_promised(made)
+        of_all, self._tolerances = tolerances(made) if tolerance is None else (tolerance, {})
         self.report = ConformanceReport(strategy_name(strategy), world_size, of_all)
         self._strategy, self._is_own = with_class(strategy), workers is None
         self._workers = workers or WorkerGroup(world_size, timeout_s)
@@ -209,7 +219,7 @@ class Conformance:
             self._workers.close()
 
 
-def _not_promised(strategy: Strategy) -> Mapping[str, str]:
+def not_promised(strategy: Strategy) -> Mapping[str, str]:
     """Return what a strategy says that it does not promise."""
     where = f"{type(strategy).__name__}.not_promised"
     declared: Any = strategy.not_promised
@@ -223,7 +233,7 @@ def _not_promised(strategy: Strategy) -> Mapping[str, str]:
     return declared
 
 
-def _tolerances(strategy: Strategy) -> tuple[float, Mapping[str, float]]:
+def tolerances(strategy: Strategy) -> tuple[float, Mapping[str, float]]:
     """Return what a strategy says to count as rounding, in all checks, and in some."""
     where = f"{type(strategy).__name__}.tolerance"
     declared: Any = strategy.tolerance
@@ -259,7 +269,10 @@ def _make(name: str, strategy: StrategyLike, group: WorkerGroup, tolerance: floa
                 return CheckResult(name, title, "refused", str(error.__cause__), seconds)
             # Messages of checks explain themselves; all other errors need the traceback.
             if not isinstance(error.__cause__, CheckFailedError):
-                return CheckResult(name, title, "failed", str(error), seconds)
+                is_exchange = isinstance(error.__cause__, (RuntimeError, type(None)))  # or a process has died, or hangs
+                advice = _ADVICE.get(name, "") if is_exchange else ""
+                said = str(error).removeprefix(f"{_run_check.__name__}: ")
+                return CheckResult(name, title, "failed", f"{advice}{said}", seconds)
             found = str(error.__cause__)
             if reason is not None:
                 return CheckResult(name, title, "not promised", f"{reason}: {found}", seconds)
@@ -270,6 +283,13 @@ def _make(name: str, strategy: StrategyLike, group: WorkerGroup, tolerance: floa
     elif tolerance != FLOAT32_TOLERANCE and largest >= 0:
         told = f"largest difference {largest:.1e}, allowed {tolerance:.0e}"
     return CheckResult(name, title, "passed", told, time.perf_counter() - begin)
+
+
+_ADVICE = {
+    "unused": "where one process has no gradient of a parameter and another has one, all must send the same messages, zeros in "
+    "its place, and keep the average: "
+}
+"""What an error of torch's in a check, a process that died, or no answer most likely comes from."""
 
 
 def _run_check(name: str, tested: StrategyUnderTest) -> float:

@@ -204,7 +204,7 @@ class ConformanceNet(TinyTransformer):
 
 
 class PartlyUsed(TinyTransformer):
-    """A layer that no batch uses, and one that only batches with ``more`` use."""
+    """A layer that no batch uses, and one that only samples use whose row of ``more`` is not zero: maybe none of a process's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,8 +213,9 @@ class PartlyUsed(TinyTransformer):
     def forward(self, x: Tensor, y: Tensor, mode: str = "loss", more: Tensor | None = None) -> Any:
         """See SmallModel; ``more`` is (batch, 1, 3)."""
         logits = self.logits(x)
-        if more is not None:
-            logits = logits + self.extra(more)
+        used = None if more is None else more.flatten(1).any(1)
+        if more is not None and used is not None and used.any():
+            logits = logits + self.extra(more) * used[:, None, None]
         if mode == "loss":
             return {"loss": functional.cross_entropy(logits.flatten(0, -2), y.flatten())}
         return logits if mode == "tensor" else (logits.argmax(-1), y)

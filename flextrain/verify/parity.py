@@ -22,6 +22,7 @@ from ..core.device.precision import BATCH_NORM, cast_tensors
 from ..core.model.module_state import modes_of
 from ..core.random.generators import RandomStream, kept_random_state, torch_states
 from ..core.torch_compat.torch_private import tree_flatten
+from ..optim.canonical import OWN
 from ..runner.data.dataloaders import build_dataloader
 from ..runner.data.samplers import tell_epoch
 from ..runner.data.user_loaders import goes_its_own_way, name_of
@@ -31,6 +32,7 @@ from ..runner.runner import FlexibleRunner
 from ..strategies.base import Strategy
 from ..strategies.build import build_strategy
 from ..strategy_options import strategy_options
+from ..testing.conformance import not_promised, tolerances
 from ..testing.differences import multiple, relative_difference, small_scales
 from ..testing.loop import alone, environ
 from ..testing.sessions import REFERENCE, whole_state
@@ -157,6 +159,8 @@ class ShardOf:
 
 # The gradient norm is computed only with clipping; this limit is never reached.
 NO_CLIPPING = {"max_norm": 1e30}
+# Where gradients overflow depends on how a batch is split: this is far from it, and from where they vanish.
+LOSS_SCALE = 256.0
 # A larger difference than this is not rounding, and may show how values are related.
 TELLING = 1e-3
 
@@ -187,16 +191,20 @@ class ProcessTrace:
 
     Attributes:
         losses: mean over the global batch, after each step.
+        skipped: whether the update of each step was left out, because gradients overflowed.
         differences: of every entry of the state, at each step, step 0 being before training.
         hints: by (step, entry), how the value differs, such as by a factor.
         eps: ``torch.finfo(...).eps`` of the coarsest dtype in use.
         parameters: names in the model's order.
         left_out: options of the script's strategy that this one does not take, and what it does not promise, one line each.
         losses_of_parts: of the micro-batches of the first step, if there are several.
+        declared: the relative difference that the strategy's class counts as rounding.
+        promises: whether the strategy's class promises to train as one device does.
     """
 
     losses: list[float | None] = field(default_factory=list)
     grad_norms: list[float | None] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
     differences: list[dict[str, float]] = field(default_factory=list)
     hints: dict[tuple[int, str], str] = field(default_factory=dict)
     dtype: str = ""
@@ -205,8 +213,12 @@ class ProcessTrace:
     notes: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     losses_of_parts: list[float] = field(default_factory=list)
+    declared: float = 0.0
+    promises: bool = True
 
 
+OF_UPDATES = ("gradients", "losses", "lasting_errors", "accumulation", "clipping", "clipping_by_value")
+"""Checks of ``check_strategy`` that compare what ``verify`` compares."""
 Way = Literal["usual", "in parts", "exact"]
 """How one device computes a global batch: at once, one process's part after another, or in float64."""
 
@@ -252,8 +264,11 @@ def train_with(job: Job, name: str) -> ProcessTrace | None:
                 return None
             stack.enter_context(alone())
         strategy = build_strategy(spec)
+        reasons, (of_all, by_name) = not_promised(strategy), tolerances(strategy)
         trace = _train(job, given, strategy, Reference(Path(job.folder)))
-        trace.left_out = left_out + [f"does not promise {name}: {why}" for name, why in strategy.not_promised.items()]
+        trace.left_out = left_out + [f"does not promise {name}: {why}" for name, why in reasons.items()]
+        trace.declared = max([of_all, *(by_name[name] for name in OF_UPDATES if name in by_name)])
+        trace.promises = not any(name in reasons for name in OF_UPDATES)
         return trace
 
 
@@ -372,13 +387,23 @@ def _optim_wrapper(given: Any, parts: int) -> Any:
     clips = "clip_grad" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if given.get("clip_grad") is None and clips:
         changed["clip_grad"] = NO_CLIPPING
+    if _scales_by_itself(given):
+        changed["loss_scale"] = LOSS_SCALE
     return changed
+
+
+def _scales_by_itself(given: Any) -> bool:
+    """Whether it describes one optimizer with a loss scale that changes in training."""
+    scale = given.get("loss_scale") if _is_one_optimizer(given) else 1.0
+    return isinstance(scale, (dict, str)) or (scale is None and given.get("dtype") == "float16")
 
 
 def _left_out(given: Mapping[str, Any]) -> Iterator[str]:
     for key in ("custom_hooks", "compile"):
         if given[key]:
             yield f"{key} of the script: left out in all trainings"
+    if _scales_by_itself(given["optim_wrapper"]):
+        yield f"Loss scale: fixed at {LOSS_SCALE:g} in all trainings; which updates overflow would depend on how a batch is split"
 
 
 class Reference:
@@ -475,12 +500,15 @@ class _Observer(Hook):
         loss, norm = values.get("loss"), values.get("grad_norm")
         trace.losses.append(None if loss is None else _mean(runner.strategy, loss))
         trace.grad_norms.append(None if norm is None else float(norm))
+        trace.skipped.append(bool(getattr(getattr(runner.optim_wrapper, "last_step", None), "skipped", False)))
         self._look(runner)
         if len(trace.losses) >= self.steps:
             raise _EnoughError
 
     def _look(self, runner: FlexibleRunner) -> None:
-        step, state = len(self.trace.losses), whole_state(runner.strategy)
+        step = len(self.trace.losses)
+        # What is the strategy's own has no counterpart on one device.
+        state = {key: value for key, value in whole_state(runner.strategy).items() if not key.startswith(OWN)}
         if self.evaluated is not None and step in (1, self.steps):
             state |= self._evaluation(runner)
         if self.reference is None:

@@ -21,8 +21,8 @@ from ..testing.simulation.group_private import check_threads_as_ranks
 from ..testing.workers import WorkerError, WorkerGroup
 from .parity import Job, ProcessTrace, Way, train_alone, train_simulated, train_with
 
-Status = Literal["same", "differs", "not run"]
-_STYLES = {"same": "green", "differs": "bold red", "not run": "yellow"}
+Status = Literal["same", "differs", "not promised", "not run"]
+_STYLES = {"same": "green", "differs": "bold red", "not promised": "yellow", "not run": "yellow"}
 QUANTITIES = ("loss", "grad_norm", "weights", "optimizer", "evaluation")
 
 # The relative rounding error of float32 is 6e-8. Tens of steps of a real model, summed in another order, stay below this.
@@ -66,7 +66,9 @@ class Row:
     """The result of one strategy; ``differences`` holds the largest relative differences over all steps.
 
     Attributes:
-        left_out: options of the script's own strategy that this one does not take, and what it does not promise, one line each.
+        status: "not promised" means that it differs where its class says that it may.
+        left_out: options of the script's own strategy that this one does not take, what it does not promise, and what its
+            class counts as rounding, one line each.
     """
 
     strategy: str
@@ -101,7 +103,7 @@ class VerifyReport:
 
     @property
     def exit_status(self) -> int:
-        """0: all are the same; 1: one differs; 2: one could not run."""
+        """0: all are the same, or differ where they promise nothing else; 1: one differs; 2: one could not run."""
         statuses = [row.status for row in self.rows]
         return 1 if "differs" in statuses else 2 if "not run" in statuses else 0
 
@@ -130,7 +132,7 @@ class VerifyReport:
         allowed = sorted({f"{row.tolerance:.1e} in {row.dtype}" for row in self.rows if row.dtype})
         more = f", or {MARGIN:g} times (rounding)" if self.rounding else ""
         lines = [Text(f"Allowed: {', '.join(allowed)}{more}", style="dim")] if allowed else []
-        lines += [Text(f"{row.strategy}: {row.first}", style="red") for row in self.rows if row.first]
+        lines += [Text(f"{row.strategy}: {row.first}", style=_STYLES[row.status]) for row in self.rows if row.first]
         lines += [Text(f"{row.strategy}: {row.message}", style="yellow") for row in self.rows if row.message]
         lines += [Text(f"{row.strategy}: {line}", style="dim") for row in self.rows for line in row.left_out]
         lines += [Text(note, style="dim") for note in self.notes]
@@ -158,9 +160,9 @@ def verify(
 
     A global batch is ``processes`` of the script's batches. Accumulation, clipping, precision and schedules are those of
     the script; its hooks, metrics, checkpoints and torch.compile are left out. If it validates, predictions for a batch of that
-    data are compared after the first step and the last. Dropout is turned off and batch
-    normalisation uses its running statistics, and the report says so. Weights and optimizer state of each step are stored
-    in a temporary folder, which needs space for ``steps`` of them.
+    data are compared after the first step and the last. Dropout is turned off, batch normalisation uses its running
+    statistics, a loss scale that changes is fixed, and the report says so. Weights and optimizer state of each step are
+    stored in a temporary folder, which needs space for ``steps`` of them.
 
     Args:
         script: a Python file that makes a FlexibleRunner, or that defines a dict ``cfg`` with FlexibleRunner's arguments
@@ -171,7 +173,8 @@ def verify(
         simulate: the processes are threads of one process, see ``flextrain.testing.simulation.simulate``: more of them than
             the machine has room for. They compute on the CPU.
         device: "cpu", or the type of accelerator, with one device per process.
-        tolerance: relative difference that counts as rounding; None: depends on the dtype.
+        tolerance: relative difference that counts as rounding; None: depends on the dtype, or that of the strategy's class if
+            it is larger.
         timeout_s: largest number of seconds for one training.
         workers: a group of ``processes`` processes to use, of one with ``simulate``; default: new processes, ended
             afterwards.
@@ -229,6 +232,11 @@ def _fill(
             raise error.__cause__ from None
         raise
     report.notes, report.steps = reference.notes, len(reference.losses)
+    if number := sum(reference.skipped):
+        said = f"gradients overflow on one device in {number} of {report.steps} updates, which compare nothing"
+        if number == report.steps:
+            raise ConfigError(f"verify: {said}; give a smaller loss_scale")
+        report.notes.append(f"{said[0].upper()}{said[1:]}: a smaller loss_scale tells more")
     rounded: list[list[dict[str, float]]] = []
     norm_in_float64: float | None = None
     for way, trace in (("exact", exact), ("in parts", in_parts)):
@@ -329,16 +337,21 @@ def _row(
     if made != expected:
         return Row(name, "differs", message=f"its training ends after {made} steps, on one device after {expected}")
     measured, allowed = _measured(traces, reference), _tolerance(max(traces, key=lambda trace: trace.eps), tolerance)
+    told = traces[0].left_out
+    if tolerance is None and traces[0].declared > allowed:
+        allowed = traces[0].declared
+        told = [*told, f"its class counts differences up to {allowed:.1e} as rounding"]
     first = _first(measured, allowed, floor, traces, reference)
-    return Row(
-        name,
-        "differs" if first else "same",
-        traces[0].dtype,
-        allowed,
-        _largest(measured),
-        first,
-        left_out=traces[0].left_out,
-    )
+    status: Status = "differs" if first else "same"
+    # What differs before training, is missing or is no number, does not come from updates.
+    if (
+        first
+        and not traces[0].promises
+        and first.step
+        and all(max(at_step.values()) < math.inf for at_step in measured)
+    ):
+        status = "not promised"
+    return Row(name, status, traces[0].dtype, allowed, _largest(measured), first, left_out=told)
 
 
 def _tolerance(trace: ProcessTrace, given: float | None) -> float:
@@ -356,6 +369,8 @@ def _measured(traces: Sequence[ProcessTrace], reference: ProcessTrace) -> list[d
         ("grad_norm", traces[0].grad_norms, reference.grad_norms),
     ):
         for step, (ours, theirs) in enumerate(zip(found, expected, strict=True), 1):
+            if name == "grad_norm" and reference.skipped[step - 1] and traces[0].skipped[step - 1]:
+                continue  # infinite or no number, it is not used
             # A loss that has fallen by a factor of 100 is a difference of larger numbers, and has their rounding error.
             scale = 0.01 * max((abs(value) for value in expected[:step] if value is not None), default=0.0)
             if theirs is not None:
@@ -428,6 +443,12 @@ def _first(
 
 def _hint(step: int, entry: str, wrong: Sequence[str], traces: Sequence[ProcessTrace], reference: ProcessTrace) -> str:
     """How the entry, other state of its parameter, or else the gradient norm is related to the expected value."""
+    for number, (is_ours, is_theirs) in enumerate(zip(traces[0].skipped[:step], reference.skipped, strict=False), 1):
+        if is_ours != is_theirs:
+            where = "on the processes" if is_ours else "on one device"
+            return (
+                f"; gradients overflowed {where} only, and update {number} was skipped there: give a smaller loss_scale"
+            )
     related = [other for other in wrong if _parameter(other) == _parameter(entry) and other != entry]
     for other in (entry, *related):
         for trace in traces:

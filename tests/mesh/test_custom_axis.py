@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from flextrain import Axis, MeshStrategy
+from flextrain import STRATEGIES, Axis, MeshStrategy
 from flextrain.strategies.mesh import MeshConfig
 from flextrain.testing import WorkerGroup
 from flextrain.testing.loop import train
@@ -39,6 +39,28 @@ def trained(model: str) -> None:
         axes = (DividedDicts, *MeshStrategy.axes)
 
     compare(dict(type=DividingMesh, divide=2), model, RECIPES["accumulate-clip"])
+
+
+class MembersConfig(MeshConfig):
+    members: int = 1
+
+
+class MembersAxis(Axis):
+    name = "members"
+
+
+class MembersMesh(MeshStrategy):
+    Config = MembersConfig
+    axes = (MembersAxis, *MeshStrategy.axes)
+    short_names: ClassVar[dict[str, Any]] = {"members": {}}
+
+
+def test_a_size_follows_a_registered_short_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(STRATEGIES, "_modules", dict(STRATEGIES._modules))
+    STRATEGIES.register_module(module=MembersMesh)
+    found = STRATEGIES.expand("members:dp2xmembers2", "strategy")
+    assert found == dict(type="MembersMesh", dp_shard=2, members=2)
+    assert STRATEGIES.expand("MembersMesh:members2", "strategy") == dict(type="MembersMesh:members2"), "no short name"
 
 
 def test_parity(workers2: WorkerGroup) -> None:

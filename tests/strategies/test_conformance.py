@@ -24,6 +24,7 @@ from flextrain import (
     Strategy,
     StrategyError,
 )
+from flextrain.core.base import errors
 from flextrain.core.comm import collectives as dist
 from flextrain.core.comm.topology import DataShard, Topology
 from flextrain.optim.gradients import average, clip_by_norm, gradients
@@ -228,7 +229,7 @@ class RenamesAKey(DDPStrategy):
 # The check that must name the fault, what it must say, and the checks that the fault may spread to.
 SIX = [
     (AveragesTwice, "gradients", "it is 0.5 times what it should be", {"losses", "accumulation", "clipping"}),
-    (ClipsByLocalNorm, "clipping", "the gradient norm of update 0 is", set()),
+    (ClipsByLocalNorm, "clipping", "the gradient norm of update 0 is", {"overflow"}),  # of scaled gradients
     (KeepsOwnWeights, "initial_weights", "model.", {"gradients", "losses", "accumulation", "clipping", "evaluation", "overflow"}),
     (AccumulatesOffByOne, "accumulation", "weights after update 0", {"schedule"}),
     (SchedulesPerMicroBatch, "schedule", "learning rates before micro-batch 1 of update 0", {"accumulation"}),
@@ -302,6 +303,26 @@ class MovesWhatIsUnused(AveragesAtStep):
         super().before_step(optim)
 
 
+class KeepsToItsOwn(AveragesAtStep):
+    """Drops the average of a gradient that this process has none of, though another has."""
+
+    def before_step(self, optim: OptimWrapper) -> None:
+        parameters = [p for group in optim.param_groups for p in group["params"]]
+        without = [p for p in parameters if p.grad is None]
+        super().before_step(optim)
+        for parameter in without:
+            parameter.grad = None
+
+
+class SendsWhatItHas(AveragesAtStep):
+    """Sends a message for each gradient that this process has, and none for others."""
+
+    def before_step(self, optim: OptimWrapper) -> None:
+        for parameter in (p for group in optim.param_groups for p in group["params"] if p.grad is not None):
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= self.topology.world_size
+
+
 class Unties(DDPStrategy):
     def _wrap(self, model: nn.Module) -> nn.Module:
         head = model.get_submodule("head")
@@ -319,6 +340,18 @@ class EvaluationMovesABuffer(DDPStrategy):
 class IgnoresAutocast(DDPStrategy):
     def autocast(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+class DoublesInHalf(DDPStrategy):
+    """Adds gradients up over two processes, in mixed precision only."""
+
+    def setup(self, model: nn.Module, optim: Any = None) -> Any:
+        model, optim = super().setup(model, optim)
+        if self.precision.compute is not torch.float32:
+            optim.register_step_pre_hook(
+                lambda o: [grad.mul_(self.topology.world_size) for grad in gradients(o.param_groups)]
+            )
+        return model, optim
 
 
 class KeepsSkipsToItself(AveragesAtStep):
@@ -420,10 +453,22 @@ class DiesOnSecondTeardown(DDPStrategy):
         (LosesGroups, "losses", "the loss of update 1 is"),
         (ThawsEverything, "frozen", "model.frozen.weight changed"),
         (MovesWhatIsUnused, "unused", "weights after 1 updates: model."),
+        (KeepsToItsOwn, "unused", " updates: model.extra."),
+        (SendsWhatItHas, "unused", "all must send the same messages, zeros in its place, and keep the average: "),
         (Unties, "tied", "different tensors"),
         (EvaluationMovesABuffer, "evaluation", "outputs for batch 0"),
         (GivesOtherWeights, "full_weights", "weights in full_weights"),
         (IgnoresAutocast, "precision", "is not bfloat16"),
+        (
+            DoublesInHalf,
+            "precision",
+            "in bfloat16 updates differ by ",
+        ),
+        (
+            DoublesInHalf,
+            "overflow",
+            "in float16 gradient norms differ by ",
+        ),
         (KeepsSkipsToItself, "overflow", "reports skipped="),
         (CallsEveryStepApplied, "overflow", "reports skipped=[False, False, False, False, False]"),
         (ForgetsMoments, "resume_itself", "after resuming, the loss"),
@@ -494,6 +539,8 @@ def test_what_a_strategy_does_not_promise(workers2: WorkerGroup) -> None:
     assert "tolerance 1e-05" in str(report)
     with pytest.raises(ConformanceError, match="clipping: "):
         check_strategy(TrainsApart, workers=workers2, only=["clipping"])
+    # Mixed precision is compared with what is lost in float32.
+    assert check_strategy(TrainsApart, workers=workers2, only=["precision"]).passed
 
 
 class Rounds(DDPStrategy):
@@ -602,6 +649,35 @@ def test_a_strategy_that_hangs_fails_in_time_with_the_stacks() -> None:
         check_strategy(HangsOnOneRank, only=["facts"], timeout_s=3)
     assert "within 3 s" in caught.value.report.failed["facts"]
     assert "in _place" in caught.value.report.failed["facts"]
+
+
+class Breaks(DDPStrategy):
+    def setup(self, model: nn.Module, optim: Any = None) -> Any:
+        raise AttributeError("no such thing")
+
+
+@pytest.mark.parametrize("wanted", ["", "1"])
+def test_an_error_has_a_line_for_each_check_and_one_traceback_at_most(
+    workers2: WorkerGroup, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wanted: str
+) -> None:
+    monkeypatch.setenv("FLEXTRAIN_TRACEBACK", wanted)
+    with pytest.raises(ConformanceError) as caught:
+        check_strategy(Breaks, workers=workers2, only=["facts", "losses", "unused"])
+    monkeypatch.delenv("FLEXTRAIN_TRACEBACK")
+    head, *rest = str(caught.value).splitlines()
+    assert str(caught.value).count("Traceback (most") == bool(wanted)
+    assert all(message.count("Traceback (most") == 1 for message in caught.value.report.failed.values())
+    if not wanted:
+        told = [re.sub(r"rank \d", "rank 1", line) for line in rest]
+        assert told == [
+            f"- {name}: rank 1 of 2 failed, AttributeError: no such thing" for name in ("facts", "losses", "unused")
+        ]
+        assert head.endswith("failed on 2 processes, tracebacks are in this error's report.failed")
+        errors._show(sys.__excepthook__, ConformanceError, caught.value, None)
+        shown = capsys.readouterr().err.splitlines()
+        assert shown[0] == f"flextrain: ConformanceError: {head}"
+        assert shown[1:3] == rest[:2]
+        assert len(shown) == 4
 
 
 def test_arguments_are_checked(workers2: WorkerGroup) -> None:
