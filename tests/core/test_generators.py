@@ -121,3 +121,15 @@ def test_a_stream_goes_on_where_it_ended_whatever_others_draw(watch: Watch) -> N
             pass  # nothing is drawn, as by most data
         assert states() == before
     assert found == expected
+
+
+def test_seeds_are_those_of_splitmix64() -> None:
+    """Augmentations of a resumed run would be others if a version computed others. Source: the numbers that Rosetta Code lists for splitmix64."""
+    expected = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    assert [generator_memory.nth_seed(1234567, number) for number in range(5)] == expected
