@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from flextrain.core.base.errors import ConfigError, StrategyError
+from flextrain.core.comm.collectives import destroy_process_group
 from flextrain.core.torch_compat.torch_private import default_store
 from flextrain.optim import OptimWrapper
 from flextrain.strategies import DDPStrategy, Strategy
@@ -237,7 +238,7 @@ def group_of_others(backend: str) -> tuple[list[str], bool]:
     except StrategyError as error:
         said.append(str(error))
     found = torch.distributed.is_initialized()
-    torch.distributed.destroy_process_group()
+    destroy_process_group()  # as torch's, when gloo's threads have let go of what was sent
     return said, found
 
 
