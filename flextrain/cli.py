@@ -166,7 +166,9 @@ def _load(commands: Any, point: importlib.metadata.EntryPoint, package: str) -> 
     except (Exception, SystemExit) as error:  # an entry point of a third party may fail in any way
         why = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         raise ConfigError(f'command "{point.name}" of {package}: cannot be loaded: {why}{one_line(error)}') from error
-    commands.choices[point.name] = theirs.choices[point.name]
+    command = commands.choices[point.name] = theirs.choices[point.name]
+    for option in command._actions:  # what argparse cannot show is shown as it stands
+        option.help = option.help and _UNMEANT.sub(lambda found: found[0] if found[1] else "%%", option.help)
     for action in theirs._choices_actions:  # argparse has no public way to ask for what its help lists
         if action.dest == point.name:
             action.metavar = point.name  # without aliases
@@ -211,15 +213,6 @@ class _Parser(argparse.ArgumentParser):
                     return f'"{name}" is not allowed, arguments of the script come after --'
                 return f'"{name}" is not allowed, give {one_of(long)}'
         return ""
-
-    def _get_formatter(self, *of: Any, **options: Any) -> Any:
-        # Private methods: in a help text of another package a % may be meant as it stands, which argparse cannot show.
-        formatter = super()._get_formatter(*of, **options)
-        given = formatter._get_help_string
-        formatter._get_help_string = lambda action: _UNMEANT.sub(  # type: ignore[method-assign]
-            lambda found: found[0] if found[1] else "%%", given(action) or ""
-        )
-        return formatter
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         # A private method: argparse has no public way to do this before Python 3.14.

@@ -137,6 +137,7 @@ def _show(before: _Hook, kind: type[BaseException], value: BaseException, trace:
     if said:
         say(value, f"{_LIBRARY}: {said}")
         return
+    # In one line, but for the items of a list.
     text = f"{kind.__name__}: " + "\n- ".join(map(one_line, str(value).split("\n- ")))
     where = the_user_s_line(value)
     notes = [*([where] if where else []), f"{_log_with_traceback(text, value) or f'{_VARIABLE}=1 shows'} the traceback"]

@@ -214,8 +214,7 @@ def data_shard() -> tuple[int, int]:
 
     Processes that hold one model together, as the stages of a pipeline, have to train on the same samples and get the same
     numbers. Workers of a data loader share those of their process. With ``shard=True`` flextrain divides over the processes, and
-    this over the workers only. Outside of a run of several processes: (0, 1), or
-    the worker's.
+    this over the workers only. Outside of a run of several processes: (0, 1), or the worker's.
 
     Example:
         def __iter__(self):

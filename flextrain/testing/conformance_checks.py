@@ -566,16 +566,17 @@ HALF_PRECISION = 0.1
 
 
 def _trains_as_alone(
-    tested: StrategyUnderTest, optim: Callable[[str], OptimWrapper], dtype: str, windows: Sequence[Sequence[Batch]]
+    tested: StrategyUnderTest, dtype: str, optim: Callable[[bool], OptimWrapper], windows: Sequence[Sequence[Batch]]
 ) -> None:
     """Raise CheckFailedError if updates in half precision are not nearly a single device's; collective.
 
     Args:
-        optim: makes the wrapper for a dtype.
+        dtype: for the message.
+        optim: makes the wrapper: with True that of half precision, with False the same in float32.
     """
-    what, error, told = _distance(tested, lambda: optim(dtype), windows)
+    what, error, told = _distance(tested, lambda: optim(True), windows)
     if error > HALF_PRECISION:  # a lossy strategy is as far from a single device in float32
-        _, lossy, _ = _distance(tested, lambda: optim("float32"), windows)
+        _, lossy, _ = _distance(tested, lambda: optim(False), windows)
         allowed = HALF_PRECISION + 2 * lossy
         require(
             error <= allowed,
@@ -638,11 +639,11 @@ def precision(tested: StrategyUnderTest) -> None:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
                 require(value.dtype is torch.float32, f"{key} is stored in {value.dtype}, its truth must be float32")
-    _trains_as_alone(tested, _in_half, "bfloat16", one_each(batches(4)))
+    _trains_as_alone(tested, "bfloat16", _cast, one_each(batches(4)))
 
 
-def _in_half(dtype: str) -> OptimWrapper:
-    return sgd(1e-3) if dtype == "float32" else AmpOptimWrapper(dict(type="SGD", lr=1e-3), dtype=dtype)  # type: ignore[arg-type]
+def _cast(in_half: bool) -> OptimWrapper:
+    return AmpOptimWrapper(dict(type="SGD", lr=1e-3), dtype="bfloat16") if in_half else sgd(1e-3)
 
 
 def _output_dtype(session: Session, layer: torch.nn.Module) -> torch.dtype | None:
@@ -663,7 +664,7 @@ def _require_dtypes(session: Session, compute: torch.dtype) -> None:
 @check("gradients that overflow on one rank skip the update on all ranks; other updates are nearly a single device's")
 def overflow(tested: StrategyUnderTest) -> None:
     windows = [[_strained(batch, number == 2)] for number, batch in enumerate(batches(5))]
-    with tested.session_or_refused(_scaled("float16")) as session:
+    with tested.session_or_refused(_scaled(True)) as session:
         base = learning_rates(session.optim)
         result = run(session, windows, [Decay(session.optim)])
         outcomes = tested.all_gather((result.trace.skipped, learning_rates(session.optim)))
@@ -684,15 +685,15 @@ def overflow(tested: StrategyUnderTest) -> None:
         same_tensors(parts[rank][5], parts[0][5], f"final weights of rank {rank} and rank 0")
     moved = any(not torch.equal(parts[0][3][key], parts[0][4][key]) for key in parts[0][3])
     require(moved, "the update after the skipped one did not change the weights")
-    _trains_as_alone(tested, _scaled, "float16", one_each(batches(4)))
+    _trains_as_alone(tested, "float16", _scaled, one_each(batches(4)))
 
 
-def _scaled(dtype: str) -> OptimWrapper:
+def _scaled(in_half: bool) -> OptimWrapper:
     optimizer: dict[str, Any] = dict(type="SGD", lr=0.05, momentum=0.9)
     clip = dict(max_norm=5.0)  # more than norms are, unless they are those of scaled gradients
-    if dtype == "float32":
-        return OptimWrapper(optimizer, clip_grad=clip)
-    return AmpOptimWrapper(optimizer, dtype=dtype, loss_scale=dict(init_scale=256.0), clip_grad=clip)  # type: ignore[arg-type]
+    if in_half:
+        return AmpOptimWrapper(optimizer, dtype="float16", loss_scale=dict(init_scale=256.0), clip_grad=clip)
+    return OptimWrapper(optimizer, clip_grad=clip)
 
 
 def _strained(batch: Batch, overflowing: bool) -> Batch:

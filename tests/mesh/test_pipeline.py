@@ -108,12 +108,17 @@ def test_no_process_waits_for_ever(name: str) -> None:
                 assert [len(order) for order in orders] == [kinds * each * size] * processes
 
 
-def held_at_most(name: str, processes: int, size: int) -> list[int]:
-    """For every process, the largest number of tensors that it has sent and does not know to have arrived."""
+def smallest(name: str, processes: int, size: int) -> tuple[list[int], Any]:
+    """The process of each stage, and the orders of a window, with as few stages as a schedule allows."""
     schedule = SCHEDULES[name]
     each = schedule.stages_per_process[0]
     process_of = [schedule.process_of(stage, processes) for stage in range(processes * each)]
-    orders = orders_of(name, processes, each, size)
+    return process_of, orders_of(name, processes, each, size)
+
+
+def held_at_most(name: str, processes: int, size: int) -> list[int]:
+    """For every process, the largest number of tensors that it has sent and does not know to have arrived."""
+    process_of, orders = smallest(name, processes, size)
     found = []
     for own, order in enumerate(orders):
         route = route_of(orders, process_of, own)
@@ -143,32 +148,26 @@ def test_what_was_sent_is_not_held_longer_in_longer_windows(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_is_said_to_have_arrived_has(name: str) -> None:
-    schedule = SCHEDULES[name]
-    each = schedule.stages_per_process[0]
-    process_of = [schedule.process_of(stage, 3) for stage in range(3 * each)]
-    orders = orders_of(name, 3, each, 7)
+    process_of, orders = smallest(name, 3, 7)
     for own in range(3):
         route = route_of(orders, process_of, own)
         for later, messages in route.arrived.items():
-            (source,) = {rank for rank, order in enumerate(orders) for a in order if sent(a, 3 * each) == later}
+            (source,) = {rank for rank, order in enumerate(orders) for a in order if sent(a, len(process_of)) == later}
             order = orders[source]
-            end = next(n for n, action in enumerate(order) if sent(action, 3 * each) == later)
-            waited_for = [awaited(action, 3 * each) for action in order[: end + 1]]
+            end = next(n for n, action in enumerate(order) if sent(action, len(process_of)) == later)
+            waited_for = [awaited(action, len(process_of)) for action in order[: end + 1]]
             assert all(message in waited_for for message in messages)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_line_is_opened_and_no_other(name: str) -> None:
     """A line whose communicator is made at its first message, while its other end waits elsewhere, is a deadlock."""
-    schedule = SCHEDULES[name]
-    each = schedule.stages_per_process[0]
-    process_of = [schedule.process_of(stage, 3) for stage in range(3 * each)]
-    orders = orders_of(name, 3, each, 7)
+    process_of, orders = smallest(name, 3, 7)
     used = {
         (message[0], source, process_of[message[1]])
         for source, order in enumerate(orders)
         for action in order
-        if (message := sent(action, 3 * each))
+        if (message := sent(action, len(process_of)))
     }
     for own in range(3):
         lines = route_of(orders, process_of, own).lines
